@@ -1,10 +1,14 @@
 //! The floating-point types kernels compute in: `f32` for training on CPU, `f64` for parity tests.
 
+use crate::cpu::vmath::VMath;
 use std::fmt::{Debug, Display};
 use std::iter::Sum;
 use std::ops::{Add, AddAssign, Div, DivAssign, Mul, MulAssign, Neg, Sub, SubAssign};
 
 /// A floating-point type kernels are generic over.
+///
+/// In hot loops prefer the vectorisable functions of [`VMath`] (`vexp`, `vtanh`, `vsigmoid`, `vsoftplus`) to `exp` and
+/// `tanh`, and plain `a * b + c` to `mul_add`, which is a library call outside [`crate::par::simd`].
 pub trait Real:
     Copy
     + Send
@@ -24,6 +28,7 @@ pub trait Real:
     + MulAssign
     + DivAssign
     + Sum
+    + VMath
     + 'static
 {
     const ZERO: Self;

@@ -12,6 +12,7 @@ pub mod elementwise;
 pub mod embedding;
 pub mod gated_norm;
 pub mod gemm;
+pub mod gemm_call;
 pub mod grouped_gemm;
 pub mod gumbel;
 pub mod indexing;
@@ -26,6 +27,7 @@ pub mod rms_norm;
 pub mod rope;
 pub mod softmax;
 pub mod ssd;
+pub mod vmath;
 
 #[cfg(test)]
 pub(crate) mod check;
