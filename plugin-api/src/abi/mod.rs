@@ -1,0 +1,1 @@
+//! The `repr(C)` types that cross the boundary.
