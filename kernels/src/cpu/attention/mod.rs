@@ -1,0 +1,233 @@
+//! Scaled dot product attention with grouped key/value heads, causal or bidirectional, over packed sequences.
+//!
+//! q, k and v are column segments of one operand `qkv [T, ld]`: q `Hq*D` columns from `q_off`, k and v `Hkv*D` columns
+//! from `k_off` and `v_off`. Query head i uses key/value head i % Hkv (heads are stored rank-in-group-major).
+//! o_i = sum_j p_ij v_j with p_ij = exp(scale q_i k_j - lse_i), over the keys j of the token's own sequence, and
+//! j <= i when causal. The softmax is computed online in tiles (Milakov and Gimelshein 2018; Dao et al. 2022), so
+//! nothing of size T x T is kept: the forward saves lse [T, Hq], the backward computes p again:
+//! dv_j = sum_i p_ij do_i, ds_ij = p_ij (do_i v_j - delta_i) with delta_i = do_i o_i, dq = scale ds k, dk = scale ds^T q.
+//!
+//! Parallel over blocks of 64 tokens. A block's task writes all gradients of its own rows: dq as the queries, then
+//! dk and dv as the keys; the scores are computed twice, no two tasks share an output, and nothing needs an order.
+
+mod backward;
+#[cfg(test)]
+mod tests;
+mod tile;
+
+use crate::kernel::{Args, Cost};
+use crate::real::Real;
+use rayon::prelude::*;
+use tile::{Left, MAX_K, TILE, product, transpose};
+
+/// Sizes and layout shared by forward and backward.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AttentionShape {
+    /// T.
+    pub tokens: usize,
+    /// Hq; a multiple of `kv_heads`.
+    pub q_heads: usize,
+    /// Hkv.
+    pub kv_heads: usize,
+    /// D, 1 to 256.
+    pub head_dim: usize,
+    /// First columns of the q, k and v segments.
+    pub q_off: usize,
+    pub k_off: usize,
+    pub v_off: usize,
+    /// Elements between rows of qkv and of o.
+    pub ld: usize,
+    pub ld_o: usize,
+    pub causal: bool,
+    /// Multiplies q k; usually 1/sqrt(D).
+    pub scale: f64,
+}
+
+/// ins: qkv [T, ld]; ints: cu_seqlens; outs: o [T, Hq*D] (rows `ld_o` apart), lse [T, Hq].
+#[derive(Clone, Debug)]
+pub struct AttentionForward {
+    pub shape: AttentionShape,
+}
+
+/// ins: qkv [T, ld], o (rows `ld_o` apart), lse [T, Hq], do (rows `ld_do` apart); ints: cu_seqlens;
+/// outs: dqkv: the three segments, at the offsets of qkv, rows `ld_dqkv` apart.
+#[derive(Clone, Debug)]
+pub struct AttentionBackward {
+    pub shape: AttentionShape,
+    pub ld_do: usize,
+    pub ld_dqkv: usize,
+    /// dqkv += instead of =.
+    pub acc: bool,
+}
+
+crate::kernels! {
+    AttentionForward => "attention", workspace;
+    AttentionBackward => "attention_backward", workspace;
+}
+
+impl AttentionShape {
+    /// Checks the sizes a kernel relies on; a message names the one that is wrong.
+    pub fn check(&self) -> Result<(), String> {
+        if self.head_dim == 0 || self.head_dim > MAX_K {
+            return Err(format!("attention needs a head dimension of 1 to {MAX_K}, got {}", self.head_dim));
+        }
+        if self.kv_heads == 0 || !self.q_heads.is_multiple_of(self.kv_heads) {
+            return Err(format!(
+                "attention needs query heads ({}) in multiples of key/value heads ({})",
+                self.q_heads, self.kv_heads
+            ));
+        }
+        Ok(())
+    }
+
+    /// Products of one score matrix of all heads, counting every key as visible or half of them when causal.
+    fn score_flops(&self) -> f64 {
+        let pairs = (self.tokens * self.tokens) as f64 * if self.causal { 0.5 } else { 1.0 };
+        2.0 * pairs * (self.q_heads * self.head_dim) as f64
+    }
+
+    fn blocks(&self) -> usize {
+        self.tokens.div_ceil(TILE)
+    }
+}
+
+/// Calls `f(start, end, lo, hi)` for each sequence start..end that meets rows `rows`: lo..hi are its rows in there.
+fn sequences_in(cu_seqlens: &[i32], rows: std::ops::Range<usize>, mut f: impl FnMut(usize, usize, usize, usize)) {
+    let first = cu_seqlens.partition_point(|&s| s as usize <= rows.start).saturating_sub(1);
+    for pair in cu_seqlens[first..].windows(2) {
+        let (start, end) = (pair[0] as usize, pair[1] as usize);
+        if start >= rows.end {
+            break;
+        }
+        let (lo, hi) = (start.max(rows.start), end.min(rows.end));
+        if lo < hi {
+            f(start, end, lo, hi);
+        }
+    }
+}
+
+impl AttentionForward {
+    fn cost(&self) -> Cost {
+        let s = &self.shape;
+        let columns = 2 * s.q_heads * s.head_dim + 2 * s.kv_heads * s.head_dim;
+        Cost::new(2.0 * s.score_flops(), (s.tokens * columns) as f64)
+    }
+
+    /// A transposed key tile for every block of tokens, and the softmax denominators.
+    fn workspace(&self) -> usize {
+        let s = &self.shape;
+        s.blocks() * TILE * (s.head_dim + s.q_heads)
+    }
+
+    fn run<T: Real>(&self, args: Args<'_, T>) {
+        let s = &self.shape;
+        debug_assert_eq!(s.check(), Ok(()));
+        let ([qkv], [o, lse], [cu]) = (args.ins, args.outs, args.ints) else {
+            unreachable!("attention takes qkv, cu_seqlens and gives o, lse")
+        };
+        if s.tokens == 0 {
+            return;
+        }
+        let lse = &mut lse[..s.tokens * s.q_heads];
+        o.par_chunks_mut(TILE * s.ld_o)
+            .zip(lse.par_chunks_mut(TILE * s.q_heads))
+            .zip(args.work.par_chunks_mut(TILE * (s.head_dim + s.q_heads)))
+            .enumerate()
+            .for_each(|(block, ((o, lse), work))| {
+                let row0 = block * TILE;
+                let (keys, sums) = work.split_at_mut(TILE * s.head_dim);
+                sequences_in(cu, row0..(row0 + TILE).min(s.tokens), |start, end, lo, hi| {
+                    let last = if s.causal { hi } else { end };
+                    for group in 0..s.kv_heads {
+                        let tile = QueryTile { shape: s, qkv, first: lo, rows: hi - lo, group };
+                        let at = lo - row0;
+                        tile.forward(start..last, &mut o[at * s.ld_o..], &mut lse[at * s.q_heads..], keys, sums);
+                    }
+                });
+            });
+    }
+}
+
+/// Rows `first..first + rows` of one sequence as queries of one key/value group.
+struct QueryTile<'a, T> {
+    shape: &'a AttentionShape,
+    qkv: &'a [T],
+    first: usize,
+    rows: usize,
+    group: usize,
+}
+
+impl<T: Real> QueryTile<'_, T> {
+    /// o and lse of the tile's rows (slices begin at its first row) over the keys `range`.
+    ///
+    /// While it runs, o holds the unnormalised sum, lse the running maximum and `sums` the running denominator.
+    fn forward(&self, range: std::ops::Range<usize>, o: &mut [T], lse: &mut [T], keys: &mut [T], sums: &mut [T]) {
+        let (s, d) = (self.shape, self.shape.head_dim);
+        let heads = || (self.group..s.q_heads).step_by(s.kv_heads);
+        for h in heads() {
+            for i in 0..self.rows {
+                o[i * s.ld_o + h * d..][..d].fill(T::ZERO);
+                lse[i * s.q_heads + h] = T::NEG_INFINITY;
+                sums[i * s.q_heads + h] = T::ZERO;
+            }
+        }
+        let mut scores = [T::ZERO; TILE * TILE];
+        let mut key = range.start;
+        while key < range.end {
+            let n = TILE.min(range.end - key);
+            transpose(&self.qkv[key * s.ld + s.k_off + self.group * d..], s.ld, n, d, keys);
+            for h in heads() {
+                let queries = Left { data: &self.qkv[self.first * s.ld + s.q_off + h * d..], row: s.ld, col: 1 };
+                scores[..self.rows * TILE].fill(T::ZERO);
+                product((self.rows, n, d), queries, keys, TILE, &mut scores, TILE);
+                for (i, row) in scores.chunks_exact_mut(TILE).enumerate().take(self.rows) {
+                    let visible = if s.causal { (self.first + i + 1).saturating_sub(key).min(n) } else { n };
+                    let at = i * s.q_heads + h;
+                    let rescale = online_softmax(row, visible, T::of(s.scale), &mut lse[at], &mut sums[at]);
+                    if rescale != T::ONE {
+                        o[i * s.ld_o + h * d..][..d].iter_mut().for_each(|x| *x *= rescale);
+                    }
+                }
+                let values = &self.qkv[key * s.ld + s.v_off + self.group * d..];
+                let weights = Left { data: &scores, row: TILE, col: 1 };
+                product((self.rows, d, n), weights, values, s.ld, &mut o[h * d..], s.ld_o);
+            }
+            key += n;
+        }
+        for h in heads() {
+            for i in 0..self.rows {
+                let at = i * s.q_heads + h;
+                let inverse = T::ONE / sums[at];
+                o[i * s.ld_o + h * d..][..d].iter_mut().for_each(|x| *x *= inverse);
+                lse[at] += sums[at].ln();
+            }
+        }
+    }
+}
+
+/// Turns the first `visible` raw scores of a row into exp(scale x - maximum), the rest into zero; updates the row's
+/// running maximum and sum, and returns the factor for what was summed under the old maximum.
+fn online_softmax<T: Real>(row: &mut [T], visible: usize, scale: T, maximum: &mut T, sum: &mut T) -> T {
+    row[visible..].fill(T::ZERO);
+    let row = &mut row[..visible];
+    if row.is_empty() {
+        return T::ONE;
+    }
+    crate::par::simd(
+        #[inline(always)]
+        || {
+            let mut m = *maximum;
+            for x in row.iter_mut() {
+                *x *= scale;
+                m = if *x > m { *x } else { m };
+            }
+            for x in row.iter_mut() {
+                *x = (*x - m).exp();
+            }
+            let rescale = if *maximum == T::NEG_INFINITY { T::ONE } else { (*maximum - m).exp() };
+            *sum = *sum * rescale + row.iter().copied().sum::<T>();
+            *maximum = m;
+            rescale
+        },
+    )
+}
