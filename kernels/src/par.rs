@@ -24,6 +24,36 @@ pub fn rows_mut<T: Send>(out: &mut [T], ld: usize, block: usize, f: impl Fn(usiz
     out.par_chunks_mut(ld * block).enumerate().for_each(|(i, chunk)| f(i * block, chunk));
 }
 
+/// Rows of a block when a sum over `rows` rows is cut into at most [`MAX_PARTS`] partial sums.
+pub fn reduce_rows(rows: usize) -> usize {
+    rows.div_ceil(MAX_PARTS).max(16)
+}
+
+/// Number of partial sums for `rows` rows: blocks of [`reduce_rows`] rows.
+pub fn reduce_parts(rows: usize) -> usize {
+    rows.div_ceil(reduce_rows(rows))
+}
+
+/// Most partial sums a reduction over rows makes.
+pub const MAX_PARTS: usize = 64;
+
+/// As [`rows_mut`] for two arrays: block i of `a` (rows `lda` apart) goes with chunk i of `b`, `b_chunk` elements long.
+pub fn rows_pair_mut<T: Send, U: Send>(
+    (a, lda): (&mut [T], usize),
+    (b, b_chunk): (&mut [U], usize),
+    block: usize,
+    f: impl Fn(usize, &mut [T], &mut [U]) + Sync,
+) {
+    let (lda, b_chunk) = (lda.max(1), b_chunk.max(1));
+    if rayon::current_num_threads() == 1 || a.len() <= lda * block {
+        for (i, (a, b)) in a.chunks_mut(lda * block).zip(b.chunks_mut(b_chunk)).enumerate() {
+            f(i * block, a, b);
+        }
+        return;
+    }
+    a.par_chunks_mut(lda * block).zip(b.par_chunks_mut(b_chunk)).enumerate().for_each(|(i, (a, b))| f(i * block, a, b));
+}
+
 /// Calls `f(i)` for every `i` in `0..n`, in parallel.
 pub fn each(n: usize, f: impl Fn(usize) + Sync + Send) {
     if n <= 1 || rayon::current_num_threads() == 1 {

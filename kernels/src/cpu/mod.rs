@@ -17,6 +17,7 @@ pub mod grouped_gemm;
 pub mod gumbel;
 pub mod indexing;
 pub mod kl;
+pub mod lanes;
 pub mod layer_norm;
 pub mod mask;
 pub mod moe_permute;
