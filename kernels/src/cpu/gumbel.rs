@@ -66,8 +66,7 @@ impl GumbelSoftmax {
         let (rows, cols) = (self.rows, self.cols);
         let (logits, tau, scale) = (args.ins[0], args.ins[1][0], args.ins[2][0]);
         let [y, p] = args.outs else { unreachable!("gumbel_softmax has two outputs") };
-        let choice = &mut *args.int_outs[0];
-        for r in 0..rows {
+        for (r, choice) in args.int_outs[0].iter_mut().enumerate().take(rows) {
             let window = r * cols..(r + 1) * cols;
             let (x, p, y) = (&logits[window.clone()], &mut p[window.clone()], &mut y[window.clone()]);
             match self.noise {
@@ -93,14 +92,14 @@ impl GumbelSoftmax {
                 sum += *p;
             }
             for (c, (p, y)) in p.iter_mut().zip(y).enumerate() {
-                *p = *p / sum;
+                *p /= sum;
                 *y = match self.hard {
                     false => *p,
                     true if c == best => T::ONE,
                     true => T::ZERO,
                 };
             }
-            choice[r] = best as i32;
+            *choice = best as i32;
         }
     }
 }
@@ -156,9 +155,9 @@ mod tests {
             let z: f64 = e.iter().sum();
             let best = (0..COLS).max_by(|&a, &b| e[a].total_cmp(&e[b])).unwrap();
             assert_eq!([soft.int_outs[0][r], hard.int_outs[0][r]], [best as i32; 2]);
-            for c in 0..COLS {
+            for (c, e) in e.iter().enumerate() {
                 let i = r * COLS + c;
-                assert!((soft.outs[0][i] - e[c] / z).abs() < 1e-14);
+                assert!((soft.outs[0][i] - e / z).abs() < 1e-14);
                 assert_eq!(soft.outs[0][i], hard.outs[1][i]);
                 assert_eq!(hard.outs[0][i], f64::from(u8::from(c == best)));
             }

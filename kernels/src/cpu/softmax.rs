@@ -126,7 +126,7 @@ pub(super) fn put<T: Real>(out: &mut T, value: T, acc: bool) {
 
 #[inline(always)]
 pub(super) fn exp<T: Real>(x: T) -> T {
-    x.exp()
+    x.vexp()
 }
 
 /// Interleaved partial results a row is reduced in: a fixed order that vectorises.
