@@ -109,7 +109,7 @@ impl<T: Real> Operands<'_, T> {
                 #[inline(always)]
                 || {
                     for (p, ds) in p.iter_mut().zip(ds) {
-                        *p = (*p * scale - lse).exp();
+                        *p = (*p * scale - lse).vexp();
                         *ds = *p * (*ds - delta) * scale;
                     }
                 },

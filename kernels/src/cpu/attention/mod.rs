@@ -18,7 +18,7 @@ mod tile;
 use crate::kernel::{Args, Cost};
 use crate::real::Real;
 use rayon::prelude::*;
-use tile::{Left, MAX_K, TILE, product, transpose};
+use tile::{Left, MAX_HEAD_DIM, TILE, product, transpose};
 
 /// Sizes and layout shared by forward and backward.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -68,8 +68,8 @@ crate::kernels! {
 impl AttentionShape {
     /// Checks the sizes a kernel relies on; a message names the one that is wrong.
     pub fn check(&self) -> Result<(), String> {
-        if self.head_dim == 0 || self.head_dim > MAX_K {
-            return Err(format!("attention needs a head dimension of 1 to {MAX_K}, got {}", self.head_dim));
+        if self.head_dim == 0 || self.head_dim > MAX_HEAD_DIM {
+            return Err(format!("attention needs a head dimension of 1 to {MAX_HEAD_DIM}, got {}", self.head_dim));
         }
         if self.kv_heads == 0 || !self.q_heads.is_multiple_of(self.kv_heads) {
             return Err(format!(
@@ -208,24 +208,33 @@ impl<T: Real> QueryTile<'_, T> {
 /// Turns the first `visible` raw scores of a row into exp(scale x - maximum), the rest into zero; updates the row's
 /// running maximum and sum, and returns the factor for what was summed under the old maximum.
 fn online_softmax<T: Real>(row: &mut [T], visible: usize, scale: T, maximum: &mut T, sum: &mut T) -> T {
-    row[visible..].fill(T::ZERO);
-    let row = &mut row[..visible];
-    if row.is_empty() {
+    if visible == 0 {
+        row.fill(T::ZERO);
         return T::ONE;
     }
+    row[visible..].fill(T::NEG_INFINITY);
     crate::par::simd(
         #[inline(always)]
         || {
-            let mut m = *maximum;
+            const LANES: usize = 16;
+            let (row, _) = row.as_chunks_mut::<LANES>();
+            let mut most = [*maximum; LANES];
             for x in row.iter_mut() {
-                *x *= scale;
-                m = if *x > m { *x } else { m };
+                for (x, m) in x.iter_mut().zip(&mut most) {
+                    *x *= scale;
+                    *m = if *x > *m { *x } else { *m };
+                }
             }
+            let m = most.into_iter().fold(*maximum, |m, x| if x > m { x } else { m });
+            let mut sums = [T::ZERO; LANES];
             for x in row.iter_mut() {
-                *x = (*x - m).exp();
+                for (x, s) in x.iter_mut().zip(&mut sums) {
+                    *x = (*x - m).vexp();
+                    *s += *x;
+                }
             }
             let rescale = if *maximum == T::NEG_INFINITY { T::ONE } else { (*maximum - m).exp() };
-            *sum = *sum * rescale + row.iter().copied().sum::<T>();
+            *sum = *sum * rescale + sums.into_iter().sum::<T>();
             *maximum = m;
             rescale
         },
