@@ -1,0 +1,344 @@
+//! Reading and merging the layers of a recipe: defaults < extended files < the file < environment < `--set`.
+//!
+//! Every layer keeps where it came from, and files keep the line of every key, so that an error about a merged value
+//! can name the place that wrote it.
+
+use super::{Overrides, Recipe, error};
+use crate::failure::{Failure, Result};
+use figment::value::{Dict, Map, Tag, Value};
+use figment::{Figment, Metadata, Profile, Provider};
+use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+const DEFAULTS: &str = include_str!("defaults.yaml");
+
+/// The defaults' entry that describes one element of `modules`.
+const MODULE_TEMPLATE: &str = "module";
+
+/// Who wrote a value.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Origin {
+    Defaults,
+    /// A file with the line of each key path, from 1. `path` is empty for a recipe given as text.
+    File {
+        path: PathBuf,
+        lines: BTreeMap<String, u64>,
+    },
+    Environment(String),
+    Set(String),
+}
+
+struct Layer {
+    origin: Origin,
+    values: Dict,
+}
+
+/// All layers, weakest first.
+pub(super) struct Layers {
+    layers: Vec<Layer>,
+    module_template: Dict,
+}
+
+impl Layers {
+    pub(super) fn collect(path: &Path, overrides: &Overrides) -> Result<Layers> {
+        let mut layers = Layers::defaults()?;
+        layers.add_file(path, None, &mut Vec::new())?;
+        layers.add_overrides(overrides)?;
+        Ok(layers)
+    }
+
+    pub(super) fn from_text(text: &str, overrides: &Overrides) -> Result<Layers> {
+        let mut layers = Layers::defaults()?;
+        layers.add_text(text, Path::new(""), &mut Vec::new())?;
+        layers.add_overrides(overrides)?;
+        Ok(layers)
+    }
+
+    fn defaults() -> Result<Layers> {
+        let mut values: Dict = serde_saphyr::from_str(DEFAULTS)
+            .map_err(|error| Failure::recipe(format!("built-in defaults.yaml: {error}")))?;
+        let module_template = match values.remove(MODULE_TEMPLATE) {
+            Some(Value::Dict(_, template)) => template,
+            _ => Dict::new(),
+        };
+        Ok(Layers { layers: vec![Layer { origin: Origin::Defaults, values }], module_template })
+    }
+
+    /// Adds what the file extends, then the file. `open` holds the files being read, outermost first.
+    fn add_file(&mut self, path: &Path, named_by: Option<String>, open: &mut Vec<PathBuf>) -> Result<()> {
+        let unreadable = |error: std::io::Error| {
+            let place = named_by.as_ref().map(|place| format!("{place}: ")).unwrap_or_default();
+            Failure::recipe(format!("{place}cannot read recipe {}: {error}", path.display()))
+        };
+        let identity = path.canonicalize().map_err(unreadable)?;
+        if open.contains(&identity) {
+            let chain: Vec<_> = open.iter().map(|file| file.display().to_string()).collect();
+            return Err(Failure::recipe(format!("recipe {} extends itself", path.display()))
+                .detail(format!("chain: {} -> {}", chain.join(" -> "), identity.display()))
+                .remedy("remove one of the `extends` keys"));
+        }
+        let text = std::fs::read_to_string(path).map_err(unreadable)?;
+        open.push(identity);
+        self.add_text(&text, path, open)?;
+        open.pop();
+        Ok(())
+    }
+
+    fn add_text(&mut self, text: &str, path: &Path, open: &mut Vec<PathBuf>) -> Result<()> {
+        let syntax = |error: serde_saphyr::Error| {
+            let line = error.location().map(|at| format!(":{}", at.line())).unwrap_or_default();
+            let full = error.without_snippet().to_string();
+            // The parser's advice to its own caller and its copy of the location are left out.
+            let message = full.lines().next().unwrap_or("");
+            let message = message.split(", set ").next().and_then(|m| m.split(" at line ").next()).unwrap_or(message);
+            Failure::recipe(format!("{}{line}: not a YAML mapping: {message}", name_of(path)))
+        };
+        if text.trim().is_empty() {
+            return Err(Failure::recipe(format!("recipe {} is empty", name_of(path))));
+        }
+        let mut values: Dict = serde_saphyr::from_str(text).map_err(syntax)?;
+        let mut lines = BTreeMap::new();
+        serde_saphyr::with_deserializer_from_str(text, |de| KeyLines { prefix: "", lines: &mut lines }.deserialize(de))
+            .map_err(syntax)?;
+        let origin = Origin::File { path: path.to_path_buf(), lines };
+        for extended in parents(values.remove("extends"), &origin)? {
+            let place = origin.describe("extends");
+            self.add_file(&path.parent().unwrap_or(Path::new("")).join(extended), Some(place), open)?;
+        }
+        self.layers.push(Layer { origin, values });
+        Ok(())
+    }
+
+    fn add_overrides(&mut self, overrides: &Overrides) -> Result<()> {
+        for (name, text) in &overrides.environment {
+            let Some(key) = name.strip_prefix("GANTRY_").filter(|key| key.contains("__")) else { continue };
+            let key = key.to_lowercase().replace("__", ".");
+            self.add_value(&key, text, Origin::Environment(name.clone()))?;
+        }
+        for assignment in &overrides.set {
+            let Some((key, text)) = assignment.split_once('=') else {
+                return Err(Failure::recipe(format!("--set {assignment}: expected key.path=value")));
+            };
+            self.add_value(key.trim(), text, Origin::Set(assignment.clone()))?;
+        }
+        Ok(())
+    }
+
+    fn add_value(&mut self, key: &str, text: &str, origin: Origin) -> Result<()> {
+        if key.split('.').any(str::is_empty) {
+            return Err(Failure::recipe(format!("{}: empty part in key `{key}`", origin.describe(key))));
+        }
+        // What is no YAML on its own, e.g. a pattern that begins with `*`, is a plain string.
+        let value: Value = serde_saphyr::from_str(text).unwrap_or_else(|_| Value::from(text));
+        match figment::util::nest(key, value) {
+            Value::Dict(_, values) => self.layers.push(Layer { origin, values }),
+            _ => return Err(Failure::recipe(format!("{}: empty key", origin.describe(key)))),
+        }
+        Ok(())
+    }
+
+    /// Merges all layers; entries of `modules` begin from the template.
+    pub(super) fn merge(&self) -> Result<Dict> {
+        let failed = |error: figment::Error| Failure::recipe(format!("recipe: {error}"));
+        let figment = self.layers.iter().fold(Figment::new(), |figment, layer| figment.merge(Tree(&layer.values)));
+        let mut merged: Dict = figment.extract().map_err(failed)?;
+        if let Some(Value::Dict(_, modules)) = merged.get_mut("modules") {
+            for module in modules.values_mut() {
+                if let Value::Dict(_, entry) = module {
+                    *entry = Figment::new()
+                        .merge(Tree(&self.module_template))
+                        .merge(Tree(entry))
+                        .extract()
+                        .map_err(failed)?;
+                }
+            }
+        }
+        Ok(merged)
+    }
+
+    /// The merged tree as a typed recipe.
+    pub(super) fn extract(&self, merged: &Dict) -> Result<Recipe> {
+        Value::Dict(Tag::Default, merged.clone()).deserialize().map_err(|error| error::explain(error, self))
+    }
+
+    /// Who last wrote `key` (dotted path).
+    pub(super) fn origin_of(&self, key: &str) -> Option<&Origin> {
+        self.layers.iter().rev().find(|layer| find(&layer.values, key).is_some()).map(|layer| &layer.origin)
+    }
+
+    /// The place that wrote `key`, or, where none did, the nearest enclosing section, for the head of a sentence.
+    pub(super) fn place(&self, key: &str) -> String {
+        let mut part = key;
+        loop {
+            match self.origin_of(part) {
+                Some(Origin::Defaults) | None => match part.rsplit_once('.') {
+                    Some((outer, _)) => part = outer,
+                    None => return self.main_file(),
+                },
+                Some(origin) => return origin.describe(part),
+            }
+        }
+    }
+
+    /// The recipe itself: the strongest file.
+    fn main_file(&self) -> String {
+        let file = self.layers.iter().rev().find_map(|layer| match &layer.origin {
+            Origin::File { path, .. } => Some(name_of(path)),
+            _ => None,
+        });
+        file.unwrap_or_else(|| "recipe".into())
+    }
+
+    /// Every key path that defaults.yaml knows; `modules.*` stands for any module's name.
+    pub(super) fn known_keys(&self) -> Vec<String> {
+        let mut keys = vec!["extends".to_string()];
+        flatten(&self.layers[0].values, "", &mut keys);
+        flatten(&self.module_template, "modules.*.", &mut keys);
+        keys
+    }
+}
+
+impl Origin {
+    /// `file:line`, the variable or the option.
+    pub(super) fn describe(&self, key: &str) -> String {
+        match self {
+            Origin::Defaults => "defaults".into(),
+            Origin::File { path, lines } => match lines.get(key) {
+                Some(line) => format!("{}:{line}", name_of(path)),
+                None => name_of(path),
+            },
+            Origin::Environment(name) => format!("environment variable {name}"),
+            Origin::Set(assignment) => format!("--set {assignment}"),
+        }
+    }
+}
+
+fn name_of(path: &Path) -> String {
+    if path.as_os_str().is_empty() { "recipe".into() } else { path.display().to_string() }
+}
+
+fn find<'a>(dict: &'a Dict, key: &str) -> Option<&'a Value> {
+    let (first, rest) = key.split_once('.').map_or((key, None), |(first, rest)| (first, Some(rest)));
+    let value = dict.get(first)?;
+    match (rest, value) {
+        (None, value) => Some(value),
+        (Some(rest), Value::Dict(_, inner)) => find(inner, rest),
+        // An element of a list is where the list is.
+        (Some(_), Value::Array(..)) => Some(value),
+        (Some(_), _) => None,
+    }
+}
+
+fn flatten(dict: &Dict, prefix: &str, keys: &mut Vec<String>) {
+    for (name, value) in dict {
+        keys.push(format!("{prefix}{name}"));
+        if let Value::Dict(_, inner) = value {
+            flatten(inner, &format!("{prefix}{name}."), keys);
+        }
+    }
+}
+
+/// The files of an `extends` value: a string or a list of strings, weakest first.
+fn parents(value: Option<Value>, origin: &Origin) -> Result<Vec<String>> {
+    let wrong =
+        || Failure::recipe(format!("{}: `extends` must be a file or a list of files", origin.describe("extends")));
+    match value {
+        None | Some(Value::Empty(..)) => Ok(Vec::new()),
+        Some(Value::String(_, file)) => Ok(vec![file]),
+        Some(Value::Array(_, files)) => {
+            files.into_iter().map(|file| file.into_string().ok_or_else(wrong)).collect::<Result<Vec<_>>>()
+        }
+        Some(_) => Err(wrong()),
+    }
+}
+
+/// `recipe.resolved.yaml`: the merged tree with the absolute paths of `recipe`.
+pub(super) fn to_yaml(merged: &Dict, recipe: &Recipe) -> Result<String> {
+    let failed = |error: &dyn fmt::Display| Failure::recipe(format!("cannot write the resolved recipe: {error}"));
+    let mut tree = serde_json::to_value(merged).map_err(|error| failed(&error))?;
+    tree["data"]["paths"] = recipe.data.paths.iter().map(|path| path.display().to_string()).collect();
+    tree["run"]["dir"] = recipe.run.dir.as_ref().map(|dir| dir.display().to_string()).into();
+    for (entry, plugin) in tree["plugins"].as_array_mut().into_iter().flatten().zip(&recipe.plugins) {
+        let path: serde_json::Value = plugin.path.display().to_string().into();
+        match entry {
+            serde_json::Value::Object(entry) => drop(entry.insert("path".into(), path)),
+            entry => *entry = path,
+        }
+    }
+    for (name, module) in &recipe.modules {
+        tree["modules"][name]["load"] = module.load.as_ref().map(|path| path.display().to_string()).into();
+    }
+    serde_saphyr::to_string(&tree).map_err(|error| failed(&error))
+}
+
+/// A tree of values as a figment provider.
+struct Tree<'a>(&'a Dict);
+
+impl Provider for Tree<'_> {
+    fn metadata(&self) -> Metadata {
+        Metadata::named("recipe layer")
+    }
+
+    fn data(&self) -> std::result::Result<Map<Profile, Dict>, figment::Error> {
+        Ok(Profile::Default.collect(self.0.clone()))
+    }
+}
+
+/// Walks a YAML document and notes the line of every key.
+struct KeyLines<'a> {
+    prefix: &'a str,
+    lines: &'a mut BTreeMap<String, u64>,
+}
+
+impl<'de> DeserializeSeed<'de> for KeyLines<'_> {
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> std::result::Result<(), D::Error> {
+        deserializer.deserialize_any(self)
+    }
+}
+
+macro_rules! ignore_scalars {
+    ($($visit:ident: $type:ty),*) => {
+        $(fn $visit<E>(self, _: $type) -> std::result::Result<(), E> { Ok(()) })*
+    };
+}
+
+impl<'de> Visitor<'de> for KeyLines<'_> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a YAML value")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> std::result::Result<(), A::Error> {
+        while let Some(key) = map.next_key::<serde_saphyr::Spanned<String>>()? {
+            let path = format!("{}{}", self.prefix, key.value);
+            self.lines.insert(path.clone(), key.referenced.line());
+            map.next_value_seed(KeyLines { prefix: &format!("{path}."), lines: self.lines })?;
+        }
+        Ok(())
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> std::result::Result<(), A::Error> {
+        while seq.next_element::<IgnoredAny>()?.is_some() {}
+        Ok(())
+    }
+
+    ignore_scalars!(visit_bool: bool, visit_i64: i64, visit_u64: u64, visit_i128: i128, visit_u128: u128,
+        visit_f64: f64, visit_str: &str, visit_bytes: &[u8]);
+
+    fn visit_unit<E>(self) -> std::result::Result<(), E> {
+        Ok(())
+    }
+
+    fn visit_none<E>(self) -> std::result::Result<(), E> {
+        Ok(())
+    }
+
+    fn visit_some<D: Deserializer<'de>>(self, deserializer: D) -> std::result::Result<(), D::Error> {
+        deserializer.deserialize_any(self)
+    }
+}

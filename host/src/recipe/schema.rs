@@ -1,0 +1,255 @@
+//! The typed recipe. Defaults live in `defaults.yaml`; meanings of the keys too.
+//!
+//! Fields are visible in the crate only and nothing here is serialised, so that the compiler's dead-code lint finds a
+//! key nobody reads.
+
+use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, Visitor};
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::PathBuf;
+
+/// A whole recipe, merged, validated, immutable.
+#[derive(Clone, Debug, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Recipe {
+    pub(crate) name: String,
+    pub(crate) plugins: Vec<PluginFile>,
+    pub(crate) run: Run,
+    pub(crate) device: Device,
+    pub(crate) modules: BTreeMap<String, Module>,
+    pub(crate) data: Data,
+    pub(crate) train: Train,
+    pub(crate) optimizer: Optimizer,
+    pub(crate) schedule: Schedule,
+    pub(crate) checkpoint: Checkpoint,
+    pub(crate) log: Log,
+    /// The text of `recipe.resolved.yaml`; not a key.
+    #[serde(skip)]
+    pub(super) resolved: String,
+}
+
+/// An entry of `plugins`: a path, or `{path, sha256}`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PluginFile {
+    pub(crate) path: PathBuf,
+    /// Hash the file must have, 64 hexadecimal digits.
+    pub(crate) sha256: Option<String>,
+}
+
+#[derive(Clone, Debug, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Run {
+    pub(crate) dir: Option<PathBuf>,
+}
+
+/// What the arithmetic runs on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Device {
+    Cpu,
+}
+
+/// An entry of `modules`.
+#[derive(Clone, Debug, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Module {
+    pub(crate) provider: String,
+    /// The provider's own configuration, checked by the provider.
+    pub(crate) config: serde_json::Map<String, serde_json::Value>,
+    pub(crate) grid: Grid,
+    pub(crate) freeze: bool,
+    pub(crate) load: Option<PathBuf>,
+    pub(crate) elastify: Option<Elastify>,
+}
+
+/// A module's process grid. Base view (tp, cp, dp, pp) with tp fastest; expert view (etp, ep, rest, pp).
+#[derive(Clone, Debug, PartialEq, Eq, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Grid {
+    pub(crate) tp: usize,
+    pub(crate) cp: usize,
+    /// `None`: all ranks that are left.
+    pub(crate) dp: Option<usize>,
+    pub(crate) pp: usize,
+    pub(crate) ep: usize,
+    /// `None`: tp.
+    pub(crate) etp: Option<usize>,
+    pub(crate) offset: usize,
+    pub(crate) sequence_parallel: bool,
+}
+
+#[derive(Clone, Debug, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Elastify {
+    pub(crate) provider: String,
+    #[serde(default)]
+    pub(crate) config: serde_json::Map<String, serde_json::Value>,
+}
+
+#[derive(Clone, Debug, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Data {
+    pub(crate) paths: Vec<PathBuf>,
+    pub(crate) extensions: Vec<String>,
+    pub(crate) exclude: Vec<String>,
+    pub(crate) tokenizer: Tokenizer,
+    pub(crate) reset_at_document_boundaries: bool,
+    pub(crate) synthetic: Option<Synthetic>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Tokenizer {
+    Bytes,
+}
+
+/// A made-up corpus for tests and benchmarks.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Synthetic {
+    /// Number of different tokens; the last one ends documents.
+    pub(crate) vocab: usize,
+    /// Mean tokens per document.
+    pub(crate) document_length: usize,
+}
+
+#[derive(Clone, Debug, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Train {
+    pub(crate) steps: u64,
+    pub(crate) seq_length: usize,
+    pub(crate) micro_batch_size: usize,
+    pub(crate) global_batch_size: usize,
+    pub(crate) precision: Precision,
+    pub(crate) seed: u64,
+    pub(crate) log_every: u64,
+}
+
+/// Arithmetic of forward and backward; parameters and optimizer state are at least fp32.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Precision {
+    Fp32,
+    Fp64,
+    Bf16,
+}
+
+#[derive(Clone, Debug, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Optimizer {
+    pub(crate) kind: OptimizerKind,
+    pub(crate) lr: f64,
+    pub(crate) min_lr: f64,
+    pub(crate) betas: [f64; 2],
+    pub(crate) eps: f64,
+    pub(crate) weight_decay: f64,
+    pub(crate) clip_grad: f64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum OptimizerKind {
+    Adamw,
+    Adam,
+}
+
+#[derive(Clone, Debug, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Schedule {
+    pub(crate) kind: ScheduleKind,
+    pub(crate) warmup_steps: u64,
+    pub(crate) init_lr: f64,
+    pub(crate) decay_steps: Option<u64>,
+    pub(crate) wsd_decay_steps: Option<u64>,
+    pub(crate) wsd_decay: WsdDecay,
+    pub(crate) weight_decay_kind: WeightDecayKind,
+    pub(crate) weight_decay_start: Option<f64>,
+    pub(crate) weight_decay_end: Option<f64>,
+    pub(crate) weight_decay_steps: Option<u64>,
+}
+
+/// Shape of the learning rate after the warm-up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ScheduleKind {
+    Constant,
+    Linear,
+    Cosine,
+    InverseSquareRoot,
+    /// Warm-up, stable, decay.
+    Wsd,
+}
+
+/// Shape of the last phase of warm-up-stable-decay.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum WsdDecay {
+    Linear,
+    Cosine,
+    Exponential,
+    MinusSqrt,
+}
+
+/// Shape of the weight decay over the steps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum WeightDecayKind {
+    Constant,
+    Linear,
+    Cosine,
+}
+
+#[derive(Clone, Debug, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Checkpoint {
+    pub(crate) every: u64,
+    pub(crate) keep_last: usize,
+}
+
+#[derive(Clone, Debug, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Log {
+    pub(crate) level: LogLevel,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LogLevel {
+    Error,
+    Warn,
+    Info,
+    Debug,
+    Trace,
+}
+
+impl<'de> Deserialize<'de> for PluginFile {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Either;
+
+        impl<'de> Visitor<'de> for Either {
+            type Value = PluginFile;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a path or {path, sha256}")
+            }
+
+            fn visit_str<E: serde::de::Error>(self, path: &str) -> Result<PluginFile, E> {
+                Ok(PluginFile { path: path.into(), sha256: None })
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<PluginFile, A::Error> {
+                let (mut path, mut sha256) = (None, None);
+                while let Some(key) = map.next_key::<String>()? {
+                    match key.as_str() {
+                        "path" => path = Some(map.next_value::<PathBuf>()?),
+                        "sha256" => sha256 = map.next_value::<Option<String>>()?,
+                        other => return Err(A::Error::unknown_field(other, &["path", "sha256"])),
+                    }
+                }
+                Ok(PluginFile { path: path.ok_or_else(|| A::Error::missing_field("path"))?, sha256 })
+            }
+        }
+
+        deserializer.deserialize_any(Either)
+    }
+}

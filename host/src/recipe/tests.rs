@@ -1,0 +1,160 @@
+//! What a recipe may say, and the sentence for everything it may not.
+
+use super::*;
+use crate::failure::Cause;
+use rstest::rstest;
+
+const GOOD: &str = "\
+name: tiny
+modules:
+  lm:
+    provider: nemotron-hybrid
+    config: {pattern: M*E-ME, hidden_size: 128}
+data:
+  paths: [text]
+train:
+  steps: 10
+  seq_length: 64
+  global_batch_size: 8
+optimizer:
+  lr: 1e-3
+";
+
+fn set(assignments: &[&str]) -> Overrides {
+    Overrides { environment: Vec::new(), set: assignments.iter().map(|text| text.to_string()).collect() }
+}
+
+#[test]
+fn defaults_fill_what_a_recipe_leaves_out() {
+    let recipe = Recipe::parse(GOOD, &Overrides::default()).unwrap();
+    assert_eq!(recipe.name, "tiny");
+    assert_eq!((recipe.train.micro_batch_size, recipe.train.precision), (1, Precision::Fp32));
+    assert_eq!((recipe.optimizer.lr, recipe.optimizer.betas), (1e-3, [0.9, 0.95]));
+    let module = &recipe.modules["lm"];
+    assert_eq!((module.grid.tp, module.grid.dp, module.freeze), (1, None, false));
+    assert_eq!(module.config["pattern"], "M*E-ME");
+    assert_eq!(recipe.run_dir(), Path::new("runs/tiny"));
+}
+
+#[test]
+fn later_layers_win() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = |name: &str, text: &str| std::fs::write(folder.path().join(name), text).unwrap();
+    std::fs::create_dir(folder.path().join("base")).unwrap();
+    file("base/base.yaml", GOOD);
+    file(
+        "run.yaml",
+        "extends: base/base.yaml\ntrain: {steps: 20, seed: 1}\nmodules: {lm: {config: {hidden_size: 64}}}\n",
+    );
+    let overrides = Overrides {
+        environment: vec![
+            ("GANTRY_TRAIN__SEED".into(), "2".into()),
+            ("GANTRY_TRAIN__LOG_EVERY".into(), "3".into()),
+            ("GANTRY_PLUGIN_PATH".into(), "/elsewhere".into()),
+        ],
+        set: vec!["train.log_every=4".into(), "modules.lm.config.pattern=*M".into(), "data.exclude=[a, b]".into()],
+    };
+    let recipe = Recipe::load(&folder.path().join("run.yaml"), &overrides).unwrap();
+    assert_eq!((recipe.train.steps, recipe.train.seed, recipe.train.log_every), (20, 2, 4));
+    assert_eq!(recipe.modules["lm"].config["hidden_size"], 64);
+    assert_eq!(recipe.modules["lm"].config["pattern"], "*M");
+    assert_eq!(recipe.data.exclude, ["a", "b"]);
+    // The path is relative to the file that states it.
+    assert_eq!(recipe.data.paths, [folder.path().join("base/text")]);
+}
+
+#[test]
+fn resolved_recipe_loads_to_the_same() {
+    let more = set(&["plugins=[a.so, {path: b.so}]", "run.dir=out", "optimizer.eps=1e-8", "modules.lm.config.x=*E-"]);
+    let recipe = Recipe::parse(GOOD, &more).unwrap();
+    let again = Recipe::parse(recipe.resolved_yaml(), &Overrides::default()).unwrap();
+    assert_eq!(format!("{recipe:?}"), format!("{again:?}"));
+    assert!(again.run_dir().is_absolute());
+    assert!(recipe.resolved_yaml().contains("micro_batch_size: 1"));
+}
+
+#[rstest]
+#[case("trian:\n  steps: 3\n", "recipe:14: unknown key `trian`; the nearest known key is `train`")]
+#[case(
+    "checkpoint:\n  evry: 3\n",
+    "recipe:15: unknown key `checkpoint.evry`; the nearest known key is `checkpoint.every`"
+)]
+#[case("seq_length: 3\n", "recipe:14: unknown key `seq_length`; the nearest known key is `train.seq_length`")]
+#[case(
+    "log: {level: dbug}\n",
+    "recipe:14: `log.level` is `dbug`, expected one of error, warn, info, debug, trace; the nearest is `debug`"
+)]
+#[case("run: 5\n", "recipe:14: `run` is `5`, expected a mapping")]
+#[case("train: {}\n", "recipe:14: not a YAML mapping: duplicate mapping key: train")]
+fn bad_text_is_refused_with_its_line(#[case] more: &str, #[case] sentence: &str) {
+    let failure = Recipe::parse(&format!("{GOOD}{more}"), &Overrides::default()).unwrap_err();
+    assert_eq!((failure.sentence.as_str(), failure.exit_status()), (sentence, 2));
+}
+
+#[rstest]
+#[case("train.steps=many", "`train.steps` is `many`, expected a whole number from 0")]
+#[case("train.steps=-1", "`train.steps` is `-1`, expected a whole number from 0")]
+#[case("train.steps=0", "`train.steps` is 0, expected at least 1")]
+#[case("train.stepz=1", "unknown key `train.stepz`; the nearest known key is `train.steps`")]
+#[case("modules.lm.grid.tpp=1", "unknown key `modules.lm.grid.tpp`; the nearest known key is `modules.lm.grid.tp`")]
+#[case("modules.lm.grid.tp=0", "`modules.lm.grid.tp` is 0, expected at least 1")]
+#[case("train.precision=bf16", "`train.precision: bf16` needs a GPU and `device` is cpu")]
+#[case("train.micro_batch_size=3", "no multiple of `train.micro_batch_size` (3)")]
+#[case("modules.lm.grid.dp=3", "no multiple of `train.micro_batch_size` (1) times `modules.lm.grid.dp` (3)")]
+#[case("optimizer.betas=[0.9]", "`optimizer.betas` has 1 elements, expected an array of length 2")]
+#[case("optimizer.betas=[0.9, 1.0]", "`optimizer.betas` is 1, expected 0 to")]
+#[case("optimizer.lr=.nan", "`optimizer.lr` is `.nan`, expected a number")]
+#[case("optimizer.lr=null", "`optimizer.lr` is required and has no value")]
+#[case("optimizer.min_lr=1", "`optimizer.min_lr` is 1, expected 0 to 0.001")]
+#[case("schedule.warmup_steps=10", "`schedule.warmup_steps` (10) is not below the steps of the decay (10)")]
+#[case("schedule.kind=wsd", "`schedule.wsd_decay_steps` is required with `schedule.kind: wsd`")]
+#[case("schedule.wsd_decay_steps=3", "`schedule.wsd_decay_steps` has no effect without `schedule.kind: wsd`")]
+#[case("schedule.weight_decay_start=0", "`schedule.weight_decay_start` has no effect")]
+#[case("data.synthetic={vocab: 9, document_length: 5}", "`data.synthetic` and `data.paths` exclude each other")]
+#[case("data.paths=[]", "neither `data.paths` nor `data.synthetic` is given")]
+#[case("name=a/b", "`name` is `a/b`")]
+#[case("plugins=[{path: x, sha256: ab}]", "`plugins.0.sha256` is `ab`, expected 64 hexadecimal digits")]
+#[case("plugins=[{file: x}]", "unknown key `plugins.0.file`")]
+#[case("train", "expected key.path=value")]
+#[case("train..steps=1", "empty part in key `train..steps`")]
+fn bad_override_is_refused_by_name(#[case] assignment: &str, #[case] part: &str) {
+    let failure = Recipe::parse(GOOD, &set(&[assignment])).unwrap_err();
+    assert!(failure.sentence.contains(part), "{} does not contain {part}", failure.sentence);
+    // Disagreements of two values name the place of one of them, which may be the file.
+    let named = failure.sentence.starts_with("--set");
+    assert!(named || failure.sentence.starts_with("recipe:"), "{}", failure.sentence);
+    assert_eq!(failure.cause, Cause::Recipe);
+}
+
+#[test]
+fn misspelt_variable_is_named() {
+    let overrides = Overrides { environment: vec![("GANTRY_TRAIN__STEPZ".into(), "1".into())], set: Vec::new() };
+    let failure = Recipe::parse(GOOD, &overrides).unwrap_err();
+    assert!(failure.sentence.starts_with("environment variable GANTRY_TRAIN__STEPZ: unknown key `train.stepz`"));
+}
+
+#[test]
+fn missing_key_names_file_and_remedy() {
+    let failure = Recipe::parse(&GOOD.replace("  lr: 1e-3", "  eps: 1e-9"), &Overrides::default()).unwrap_err();
+    assert_eq!(failure.sentence, "recipe:12: `optimizer.lr` is required and has no value");
+    assert!(failure.remedy.unwrap().contains("--set optimizer.lr=VALUE"));
+}
+
+#[test]
+fn cycle_of_extended_files_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("a.yaml"), "extends: b.yaml\nname: a\n").unwrap();
+    std::fs::write(folder.path().join("b.yaml"), "extends: [a.yaml]\nname: b\n").unwrap();
+    let failure = Recipe::load(&folder.path().join("a.yaml"), &Overrides::default()).unwrap_err();
+    assert!(failure.sentence.ends_with("a.yaml extends itself"), "{}", failure.sentence);
+    assert!(failure.details[0].contains("b.yaml -> "));
+}
+
+#[test]
+fn missing_file_is_named_with_who_extends_it() {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("a.yaml"), "name: a\nextends: none.yaml\n").unwrap();
+    let failure = Recipe::load(&folder.path().join("a.yaml"), &Overrides::default()).unwrap_err();
+    assert!(failure.sentence.contains("a.yaml:2: cannot read recipe") && failure.sentence.contains("none.yaml"));
+    assert_eq!(failure.exit_status(), 2);
+}

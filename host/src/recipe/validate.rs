@@ -1,0 +1,181 @@
+//! Checks that types cannot make: ranges, divisibility, choices that exclude each other.
+//!
+//! Sizes that only the plan or the mesh knows (heads by tp, samples by dp) are checked where they are known.
+
+use super::layers::Layers;
+use super::{Device, Precision, Recipe, ScheduleKind, WeightDecayKind};
+use crate::failure::{Failure, Result};
+
+pub(super) fn check(recipe: &Recipe, layers: &Layers) -> Result<()> {
+    let check = Check { layers };
+    check.name(&recipe.name)?;
+    check.modules(recipe)?;
+    check.data(recipe)?;
+    check.train(recipe)?;
+    check.optimizer(recipe)?;
+    check.schedule(recipe)?;
+    check.at_least_one("checkpoint.keep_last", recipe.checkpoint.keep_last as u64)
+}
+
+struct Check<'a> {
+    layers: &'a Layers,
+}
+
+impl Check<'_> {
+    /// A refusal that begins with the place that wrote `key`.
+    fn refuse(&self, key: &str, sentence: String) -> Failure {
+        Failure::recipe(format!("{}: {sentence}", self.layers.place(key)))
+    }
+
+    fn ensure(&self, holds: bool, key: &str, sentence: impl FnOnce() -> String) -> Result<()> {
+        if holds { Ok(()) } else { Err(self.refuse(key, sentence())) }
+    }
+
+    fn at_least_one(&self, key: &str, value: u64) -> Result<()> {
+        self.ensure(value >= 1, key, || format!("`{key}` is 0, expected at least 1"))
+    }
+
+    fn range(&self, key: &str, value: f64, low: f64, high: f64) -> Result<()> {
+        self.ensure((low..=high).contains(&value), key, || format!("`{key}` is {value}, expected {low} to {high}"))
+    }
+
+    fn name(&self, name: &str) -> Result<()> {
+        let plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+        self.ensure(!name.is_empty() && !name.starts_with('.') && name.chars().all(plain), "name", || {
+            format!("`name` is `{name}`, expected letters, digits, `-`, `_` and `.` only")
+        })
+    }
+
+    fn modules(&self, recipe: &Recipe) -> Result<()> {
+        self.ensure(!recipe.modules.is_empty(), "modules", || "`modules` is empty, expected at least one".into())?;
+        for (name, module) in &recipe.modules {
+            let key = |part: &str| format!("modules.{name}.{part}");
+            self.ensure(!module.provider.is_empty(), &key("provider"), || format!("`{}` is empty", key("provider")))?;
+            let grid = &module.grid;
+            let sizes = [("tp", grid.tp), ("cp", grid.cp), ("pp", grid.pp), ("ep", grid.ep)];
+            let optional = [("dp", grid.dp), ("etp", grid.etp)];
+            let given = optional.into_iter().filter_map(|(part, size)| Some((part, size?)));
+            for (part, size) in sizes.into_iter().chain(given) {
+                self.at_least_one(&key(&format!("grid.{part}")), size as u64)?;
+            }
+        }
+        for (index, plugin) in recipe.plugins.iter().enumerate() {
+            if let Some(hash) = &plugin.sha256 {
+                let hexadecimal = hash.len() == 64 && hash.chars().all(|c| c.is_ascii_hexdigit());
+                self.ensure(hexadecimal, "plugins", || {
+                    format!("`plugins.{index}.sha256` is `{hash}`, expected 64 hexadecimal digits")
+                })?;
+            }
+        }
+        Ok(())
+    }
+
+    fn data(&self, recipe: &Recipe) -> Result<()> {
+        match (&recipe.data.synthetic, recipe.data.paths.is_empty()) {
+            (None, true) => {
+                let sentence = "neither `data.paths` nor `data.synthetic` is given".to_string();
+                Err(self.refuse("data", sentence).remedy("name text files or folders in data.paths"))
+            }
+            (Some(_), false) => {
+                Err(self.refuse("data.synthetic", "`data.synthetic` and `data.paths` exclude each other".into()))
+            }
+            (None, false) => Ok(()),
+            (Some(synthetic), true) => {
+                let vocab = synthetic.vocab;
+                self.ensure((2..=i32::MAX as usize).contains(&vocab), "data.synthetic.vocab", || {
+                    format!("`data.synthetic.vocab` is {vocab}, expected 2 to {}", i32::MAX)
+                })?;
+                self.at_least_one("data.synthetic.document_length", synthetic.document_length as u64)
+            }
+        }
+    }
+
+    fn train(&self, recipe: &Recipe) -> Result<()> {
+        let train = &recipe.train;
+        self.at_least_one("train.steps", train.steps)?;
+        self.at_least_one("train.seq_length", train.seq_length as u64)?;
+        self.at_least_one("train.micro_batch_size", train.micro_batch_size as u64)?;
+        self.at_least_one("train.global_batch_size", train.global_batch_size as u64)?;
+        self.at_least_one("train.log_every", train.log_every)?;
+        let (global, micro) = (train.global_batch_size, train.micro_batch_size);
+        self.ensure(global.is_multiple_of(micro), "train.global_batch_size", || {
+            format!("`train.global_batch_size` ({global}) is no multiple of `train.micro_batch_size` ({micro})")
+        })?;
+        for (name, module) in &recipe.modules {
+            let dp = module.grid.dp.unwrap_or(1);
+            self.ensure(global.is_multiple_of(micro.saturating_mul(dp)), "train.global_batch_size", || {
+                format!(
+                    "`train.global_batch_size` ({global}) is no multiple of `train.micro_batch_size` ({micro}) times \
+                     `modules.{name}.grid.dp` ({dp})"
+                )
+            })?;
+        }
+        let tokens = train.seq_length.checked_mul(micro).filter(|&tokens| tokens < i32::MAX as usize);
+        self.ensure(tokens.is_some(), "train.seq_length", || {
+            format!("a micro-batch of {micro} x {} tokens does not fit 32-bit positions", train.seq_length)
+        })?;
+        match (recipe.device, train.precision) {
+            (Device::Cpu, Precision::Bf16) => {
+                let sentence = "`train.precision: bf16` needs a GPU and `device` is cpu".to_string();
+                Err(self.refuse("train.precision", sentence).remedy("use fp32 (or fp64 for parity checks)"))
+            }
+            (Device::Cpu, Precision::Fp32 | Precision::Fp64) => Ok(()),
+        }
+    }
+
+    fn optimizer(&self, recipe: &Recipe) -> Result<()> {
+        let optimizer = &recipe.optimizer;
+        self.range("optimizer.lr", optimizer.lr, 0.0, f64::MAX)?;
+        self.range("optimizer.min_lr", optimizer.min_lr, 0.0, optimizer.lr)?;
+        for beta in optimizer.betas {
+            self.range("optimizer.betas", beta, 0.0, 1.0 - f64::EPSILON)?;
+        }
+        self.range("optimizer.eps", optimizer.eps, f64::MIN_POSITIVE, f64::MAX)?;
+        self.range("optimizer.weight_decay", optimizer.weight_decay, 0.0, f64::MAX)?;
+        self.range("optimizer.clip_grad", optimizer.clip_grad, 0.0, f64::MAX)
+    }
+
+    fn schedule(&self, recipe: &Recipe) -> Result<()> {
+        let schedule = &recipe.schedule;
+        self.range("schedule.init_lr", schedule.init_lr, 0.0, recipe.optimizer.lr)?;
+        let decay = schedule.decay_steps.unwrap_or(recipe.train.steps);
+        self.at_least_one("schedule.decay_steps", decay)?;
+        let warmup = schedule.warmup_steps;
+        self.ensure(warmup < decay, "schedule.warmup_steps", || {
+            format!("`schedule.warmup_steps` ({warmup}) is not below the steps of the decay ({decay})")
+        })?;
+        match (schedule.kind, schedule.wsd_decay_steps) {
+            (ScheduleKind::Wsd, None) => {
+                let sentence = "`schedule.wsd_decay_steps` is required with `schedule.kind: wsd`".to_string();
+                return Err(self.refuse("schedule.kind", sentence));
+            }
+            (ScheduleKind::Wsd, Some(steps)) => {
+                self.ensure((1..=decay).contains(&steps), "schedule.wsd_decay_steps", || {
+                    format!("`schedule.wsd_decay_steps` is {steps}, expected 1 to the steps of the decay ({decay})")
+                })?;
+            }
+            (_, Some(_)) => {
+                let sentence = "`schedule.wsd_decay_steps` has no effect without `schedule.kind: wsd`".to_string();
+                return Err(self.refuse("schedule.wsd_decay_steps", sentence));
+            }
+            (_, None) => {}
+        }
+        let bounds = [
+            ("schedule.weight_decay_start", schedule.weight_decay_start),
+            ("schedule.weight_decay_end", schedule.weight_decay_end),
+        ];
+        for (key, bound) in bounds.into_iter().filter_map(|(key, bound)| Some((key, bound?))) {
+            self.range(key, bound, 0.0, f64::MAX)?;
+            self.ensure(schedule.weight_decay_kind != WeightDecayKind::Constant, key, || {
+                format!("`{key}` has no effect with `schedule.weight_decay_kind: constant`")
+            })?;
+        }
+        let decayed = recipe.optimizer.weight_decay;
+        let start = schedule.weight_decay_start.unwrap_or(decayed);
+        let end = schedule.weight_decay_end.unwrap_or(decayed);
+        self.ensure(start <= end, "schedule.weight_decay_start", || {
+            format!("the weight decay falls from {start} to {end}, expected it to rise")
+        })?;
+        self.at_least_one("schedule.weight_decay_steps", schedule.weight_decay_steps.unwrap_or(recipe.train.steps))
+    }
+}
