@@ -63,6 +63,23 @@ pub fn each(n: usize, f: impl Fn(usize) + Sync + Send) {
     }
 }
 
+/// Sum of `f(i)` over `0..n` in 16 running sums, so that it vectorises inside [`simd`].
+#[inline(always)]
+pub fn lane_sum<T: crate::Real>(n: usize, f: impl Fn(usize) -> T) -> T {
+    const LANES: usize = 16;
+    let mut lanes = [T::ZERO; LANES];
+    let whole = n - n % LANES;
+    for i in (0..whole).step_by(LANES) {
+        for (l, lane) in lanes.iter_mut().enumerate() {
+            *lane += f(i + l);
+        }
+    }
+    for i in whole..n {
+        lanes[i - whole] += f(i);
+    }
+    lanes.into_iter().sum()
+}
+
 /// Runs `f` with the widest vector instructions the machine has.
 ///
 /// The closure's body is compiled once per instruction set; it must be inlined to profit, so mark helpers it calls

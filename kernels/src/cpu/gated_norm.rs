@@ -11,6 +11,7 @@
 use crate::blocks::Blocks;
 use crate::kernel::{Args, Cost};
 use crate::kernels;
+use crate::par::lane_sum;
 use crate::real::Real;
 use rayon::prelude::*;
 
@@ -70,24 +71,6 @@ pub struct GatedNormBackward {
 kernels! {
     GatedNorm => "gated_norm", workspace;
     GatedNormBackward => "gated_norm_backward", workspace;
-}
-
-const LANES: usize = 16;
-
-/// Sum of f(i) over 0..n in [`LANES`] running sums, so that it vectorises.
-#[inline(always)]
-fn lane_sum<T: Real>(n: usize, f: impl Fn(usize) -> T) -> T {
-    let mut lanes = [T::ZERO; LANES];
-    let whole = n - n % LANES;
-    for i in (0..whole).step_by(LANES) {
-        for (l, lane) in lanes.iter_mut().enumerate() {
-            *lane += f(i + l);
-        }
-    }
-    for i in whole..n {
-        lanes[i - whole] += f(i);
-    }
-    lanes.into_iter().sum()
 }
 
 impl GatedNormShape {
