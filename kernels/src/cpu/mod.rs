@@ -28,6 +28,7 @@ pub mod rms_norm;
 pub mod rope;
 pub mod softmax;
 pub mod ssd;
+pub mod swiglu;
 pub mod vmath;
 
 #[cfg(test)]
