@@ -1,14 +1,22 @@
 //! The safe face of the boundary: what a provider author writes against.
 //!
 //! Life cycle of a provider: the host reads the hello of the library, calls `describe`, creates one instance per rank
-//! from the recipe's config, asks it for its [`plan`](Provider::plan) (anywhere, no device), has it
+//! from the recipe's config ([`Configure`]), asks it for its [`plan`](Provider::plan) (anywhere, no device), has it
 //! [`build`](Provider::build) one [`Module`] per pipeline stage chunk, and calls [`Module::forward`] once per new
 //! signature of shapes and axis states. `forward` records; the host executes.
 
+pub mod configure;
+pub mod cx;
 mod error;
+pub mod operators;
+pub mod services;
 mod tensor;
 mod traits;
 
+pub use configure::Configure;
+pub use cx::{BufferId, Cx, Operand, ParamId, Tensor};
 pub use error::{Error, ErrorKind, Result};
+pub use operators::{Permuted, Routing};
+pub use services::{log, par_for};
 pub use tensor::{DType, DimDesc, SegmentDesc, TensorDesc, TensorRef};
-pub use traits::{Elastifier, Hooks, HostCalls, LogLevel, Module, OpCall, Outputs, Provider, RegionEntry};
+pub use traits::{Elastifier, HookEvent, Hooks, HostCalls, LogLevel, Module, OpCall, Outputs, Provider, RegionEntry};

@@ -58,6 +58,46 @@ pub trait Hooks: 'static {
     }
 }
 
+/// The methods of [`Hooks`], as numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+#[non_exhaustive]
+pub enum HookEvent {
+    RunBegin = 0,
+    StepBegin = 1,
+    StepEnd = 2,
+    Save = 3,
+    Load = 4,
+    RunEnd = 5,
+}
+
+impl HookEvent {
+    const ALL: [HookEvent; 6] = [
+        HookEvent::RunBegin,
+        HookEvent::StepBegin,
+        HookEvent::StepEnd,
+        HookEvent::Save,
+        HookEvent::Load,
+        HookEvent::RunEnd,
+    ];
+
+    pub fn from_u32(n: u32) -> Option<HookEvent> {
+        HookEvent::ALL.get(n as usize).copied()
+    }
+
+    /// Name of the method.
+    pub fn name(self) -> &'static str {
+        match self {
+            HookEvent::RunBegin => "run_begin",
+            HookEvent::StepBegin => "step_begin",
+            HookEvent::StepEnd => "step_end",
+            HookEvent::Save => "save",
+            HookEvent::Load => "load",
+            HookEvent::RunEnd => "run_end",
+        }
+    }
+}
+
 /// Handles an operator gives back.
 pub type Outputs = SmallVec<[TensorRef; 8]>;
 
@@ -89,6 +129,16 @@ pub enum LogLevel {
     Info = 2,
     Debug = 3,
     Trace = 4,
+}
+
+impl LogLevel {
+    /// Levels this host does not know are traces.
+    pub fn from_u32(n: u32) -> LogLevel {
+        [LogLevel::Error, LogLevel::Warn, LogLevel::Info, LogLevel::Debug]
+            .get(n as usize)
+            .copied()
+            .unwrap_or(LogLevel::Trace)
+    }
 }
 
 /// The host's dozen functions, as safe Rust. The host implements this; `abi` carries it across.
