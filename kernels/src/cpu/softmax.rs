@@ -56,16 +56,20 @@ impl Softmax {
                 for (i, y) in block.chunks_mut(self.ld_y).enumerate() {
                     let x = row(x, first + i, self.ld_x, cols);
                     let y = &mut y[..cols];
-                    let (m, z) = max_and_sum_exp(x);
                     if self.log {
+                        let (m, z) = max_and_sum_exp(x);
                         let lse = m + z.ln();
                         for (y, &x) in y.iter_mut().zip(x) {
                             *y = x - lse;
                         }
                     } else {
-                        let inv = T::ONE / z;
+                        let m = max_of(x);
                         for (y, &x) in y.iter_mut().zip(x) {
-                            *y = exp(x - m) * inv;
+                            *y = exp(x - m);
+                        }
+                        let inverse = T::ONE / sum_map(y, |y| y);
+                        for y in y.iter_mut() {
+                            *y *= inverse;
                         }
                     }
                 }
