@@ -111,6 +111,8 @@ pub(crate) struct Synthetic {
     pub(crate) vocab: usize,
     /// Mean tokens per document.
     pub(crate) document_length: usize,
+    /// Tokens in all.
+    pub(crate) tokens: usize,
 }
 
 #[derive(Clone, Debug, serde::Deserialize)]

@@ -110,7 +110,10 @@ fn bad_text_is_refused_with_its_line(#[case] more: &str, #[case] sentence: &str)
 #[case("schedule.kind=wsd", "`schedule.wsd_decay_steps` is required with `schedule.kind: wsd`")]
 #[case("schedule.wsd_decay_steps=3", "`schedule.wsd_decay_steps` has no effect without `schedule.kind: wsd`")]
 #[case("schedule.weight_decay_start=0", "`schedule.weight_decay_start` has no effect")]
-#[case("data.synthetic={vocab: 9, document_length: 5}", "`data.synthetic` and `data.paths` exclude each other")]
+#[case(
+    "data.synthetic={vocab: 9, document_length: 5, tokens: 9}",
+    "`data.synthetic` and `data.paths` exclude each other"
+)]
 #[case("data.paths=[]", "neither `data.paths` nor `data.synthetic` is given")]
 #[case("name=a/b", "`name` is `a/b`")]
 #[case("plugins=[{path: x, sha256: ab}]", "`plugins.0.sha256` is `ab`, expected 64 hexadecimal digits")]

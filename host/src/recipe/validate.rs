@@ -85,7 +85,11 @@ impl Check<'_> {
                 self.ensure((2..=i32::MAX as usize).contains(&vocab), "data.synthetic.vocab", || {
                     format!("`data.synthetic.vocab` is {vocab}, expected 2 to {}", i32::MAX)
                 })?;
-                self.at_least_one("data.synthetic.document_length", synthetic.document_length as u64)
+                self.at_least_one("data.synthetic.tokens", synthetic.tokens as u64)?;
+                let length = synthetic.document_length;
+                self.ensure((1..=1 << 30).contains(&length), "data.synthetic.document_length", || {
+                    format!("`data.synthetic.document_length` is {length}, expected 1 to {}", 1 << 30)
+                })
             }
         }
     }

@@ -1,0 +1,186 @@
+//! Complete or absent, every tensor once, and the sentence for everything that is wrong with a checkpoint.
+
+use super::*;
+use crate::failure::{Cause, Failure};
+use rstest::rstest;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+fn tensors() -> Vec<LogicalTensor> {
+    let tensor = |name: &str, shape: &[usize], data| LogicalTensor { name: name.into(), shape: shape.to_vec(), data };
+    vec![
+        tensor("decoder.w", &[2, 3], TensorData::F32(vec![1.0, -2.5, 3.0, f32::MIN_POSITIVE, 0.0, -0.0])),
+        tensor("optimizer.exp_avg.decoder.w", &[2, 3], TensorData::F64((0..6).map(|i| f64::from(i) / 7.0).collect())),
+        tensor("scalar", &[], TensorData::F32(vec![9.0])),
+        tensor("empty", &[0, 4], TensorData::F32(Vec::new())),
+    ]
+}
+
+fn save(store: &Store, step: u64, keep_last: usize) -> PathBuf {
+    let mut writer = store.begin(step).unwrap().with_shard_bytes(30);
+    writer.add_all(tensors().into_iter().map(Ok)).unwrap();
+    let plugins = vec![PluginEntry { name: "p".into(), version: "1.0.0".into(), sha256: "ab".into() }];
+    let meta = Meta { step, consumed_samples: step * 8, plugins, extra: serde_json::json!({"tau": 0.5}) };
+    store.commit(writer, meta, keep_last).unwrap()
+}
+
+fn store() -> (tempfile::TempDir, Store) {
+    let root = tempfile::tempdir().unwrap();
+    let store = Store::open(&root.path().join("checkpoints")).unwrap();
+    (root, store)
+}
+
+fn names(folder: &Path) -> Vec<String> {
+    let mut names: Vec<_> =
+        fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn what_is_read_is_what_was_written() {
+    let (_root, store) = store();
+    let folder = save(&store, 100, 2);
+    assert_eq!(
+        names(&folder),
+        ["index.json", "shard-00000.safetensors", "shard-00001.safetensors", "shard-00002.safetensors"]
+    );
+    let mut reader = CheckpointReader::open(&folder).unwrap();
+    assert_eq!((reader.index().step, reader.index().consumed_samples), (100, 800));
+    assert_eq!(reader.index().extra["tau"], 0.5);
+    assert_eq!(reader.index().plugins[0].name, "p");
+    for tensor in tensors() {
+        let read = reader.take(&tensor.name, &tensor.shape).unwrap();
+        assert_eq!(read, tensor);
+        if let (TensorData::F32(a), TensorData::F32(b)) = (&read.data, &tensor.data) {
+            assert!(a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits()));
+        }
+    }
+    reader.finish(|_| false).unwrap();
+}
+
+#[test]
+fn every_tensor_is_used_once() {
+    let (_root, store) = store();
+    let folder = save(&store, 1, 2);
+    let mut reader = CheckpointReader::open(&folder).unwrap();
+    let sentence = |failure: Failure| failure.sentence.split_once(": ").unwrap().1.to_string();
+    assert_eq!(sentence(reader.take("nothing", &[1]).unwrap_err()), "tensor nothing is missing");
+    assert_eq!(
+        sentence(reader.take("decoder.w", &[3, 2]).unwrap_err()),
+        "tensor decoder.w has shape [2, 3], the model needs [3, 2]"
+    );
+    reader.take("decoder.w", &[2, 3]).unwrap();
+    assert_eq!(sentence(reader.take("decoder.w", &[2, 3]).unwrap_err()), "tensor decoder.w is used twice");
+    reader.take("scalar", &[]).unwrap();
+    let unused = "tensor optimizer.exp_avg.decoder.w and 1 more are not used by the model";
+    assert_eq!(sentence(reader.finish(|_| false).unwrap_err()), unused);
+}
+
+#[test]
+fn writer_refuses_what_could_not_be_read() {
+    let (_root, store) = store();
+    let mut writer = store.begin(1).unwrap();
+    let tensor = |len| LogicalTensor { name: "w".into(), shape: vec![2], data: TensorData::F32(vec![0.0; len]) };
+    let failure = writer.add(tensor(3)).unwrap_err();
+    assert_eq!(failure.sentence, "checkpoint tensor w: shape [2] holds 2 elements, 3 are given");
+    writer.add(tensor(2)).unwrap();
+    assert_eq!(writer.add(tensor(2)).unwrap_err().sentence, "checkpoint tensor w is given twice");
+}
+
+#[test]
+fn newest_are_kept_and_latest_names_the_newest() {
+    let (root, store) = store();
+    let checkpoints = root.path().join("checkpoints");
+    assert_eq!(store.latest().unwrap(), None);
+    for step in [5, 10, 15, 100_000_000] {
+        save(&store, step, 2);
+    }
+    assert_eq!(names(&checkpoints), ["latest", "step-00000015", "step-100000000"]);
+    assert_eq!(fs::read_to_string(checkpoints.join("latest")).unwrap(), "step-100000000\n");
+    // A run resumed further back: its own newest stays, later ones are left alone.
+    save(&store, 7, 1);
+    assert_eq!(names(&checkpoints), ["latest", "step-00000007", "step-00000015", "step-100000000"]);
+    assert_eq!(store.latest().unwrap(), Some(checkpoints.join("step-00000007")));
+    // Saving a step again replaces it.
+    save(&store, 7, 1);
+    CheckpointReader::open(&checkpoints.join("step-00000007")).unwrap();
+}
+
+#[test]
+fn torn_saves_are_cleaned_and_half_replaced_ones_restored() {
+    let (root, store) = store();
+    let checkpoints = root.path().join("checkpoints");
+    save(&store, 5, 2);
+    fs::create_dir(checkpoints.join(".new-step-00000010")).unwrap();
+    fs::write(checkpoints.join(".new-step-00000010/shard-00000.safetensors"), "half").unwrap();
+    fs::write(checkpoints.join(".new-latest"), "step").unwrap();
+    fs::rename(checkpoints.join("step-00000005"), checkpoints.join(".old-step-00000005")).unwrap();
+    let store = Store::open(&checkpoints).unwrap();
+    assert_eq!(names(&checkpoints), ["latest", "step-00000005"]);
+    CheckpointReader::open(&store.latest().unwrap().unwrap()).unwrap();
+}
+
+#[test]
+fn abandoned_writer_leaves_nothing() {
+    let (root, store) = store();
+    let mut writer = store.begin(3).unwrap().with_shard_bytes(1);
+    writer.add_all(tensors().into_iter().map(Ok)).unwrap();
+    drop(writer);
+    assert!(names(&root.path().join("checkpoints")).is_empty());
+}
+
+/// A planted fault in a complete checkpoint and what must be said about it.
+#[rstest]
+#[case::truncated(|folder: &Path| {
+    let path = folder.join("shard-00001.safetensors");
+    let bytes = fs::read(&path).unwrap();
+    fs::write(&path, &bytes[..bytes.len() - 1]).unwrap();
+}, "shard-00001.safetensors has ")]
+#[case::one_bit(|folder: &Path| {
+    let path = folder.join("shard-00000.safetensors");
+    let mut bytes = fs::read(&path).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    fs::write(&path, bytes).unwrap();
+}, "shard-00000.safetensors has a wrong checksum")]
+#[case::shard_missing(|folder: &Path| fs::remove_file(folder.join("shard-00000.safetensors")).unwrap(),
+    "shard-00000.safetensors cannot be read")]
+#[case::index_missing(|folder: &Path| fs::remove_file(folder.join("index.json")).unwrap(), "is no complete checkpoint")]
+#[case::index_torn(|folder: &Path| {
+    let text = fs::read_to_string(folder.join("index.json")).unwrap();
+    fs::write(folder.join("index.json"), &text[..text.len() / 2]).unwrap();
+}, "is no complete checkpoint")]
+#[case::foreign(|folder: &Path| fs::write(folder.join("index.json"), "{\"weights\": 1}").unwrap(),
+    "was not written by Gantry")]
+#[case::version(|folder: &Path| edit(folder, "\"version\": 1", "\"version\": 99"), "has format version 99")]
+#[case::shape(|folder: &Path| edit(folder, "\"name\": \"scalar\",\n      \"shape\": []", "\"name\": \"scalar\",\n      \"shape\": [1]"),
+    "tensor scalar: index.json says F32 [1], shard-00002.safetensors holds F32 []")]
+#[case::name(|folder: &Path| edit(folder, "\"name\": \"decoder.w\"", "\"name\": \"decoder.v\""),
+    "tensor decoder.v is not in shard-00000.safetensors")]
+#[case::outside(|folder: &Path| edit(folder, "shard-00000.safetensors\": {", "../shard-00000.safetensors\": {"),
+    "is no plain file name")]
+fn faulty_checkpoint_is_refused(#[case] plant: fn(&Path), #[case] part: &str) {
+    let (_root, store) = store();
+    let folder = save(&store, 1, 2);
+    plant(&folder);
+    let failure = CheckpointReader::open(&folder).unwrap_err();
+    assert!(failure.sentence.contains(part), "{}", failure.sentence);
+    assert!(failure.sentence.contains("step-00000001"));
+    assert_eq!(failure.cause, Cause::Data);
+}
+
+fn edit(folder: &Path, from: &str, to: &str) {
+    let text = fs::read_to_string(folder.join("index.json")).unwrap();
+    let edited = text.replacen(from, to, 1);
+    assert_ne!(text, edited);
+    fs::write(folder.join("index.json"), edited).unwrap();
+}
+
+#[test]
+fn latest_that_names_nothing_is_refused() {
+    let (root, store) = store();
+    fs::write(root.path().join("checkpoints/latest"), "../../etc\n").unwrap();
+    let failure = store.latest().unwrap_err();
+    assert!(failure.sentence.ends_with("latest names `../../etc`, which is no checkpoint here"));
+    assert_eq!(failure.exit_status(), 4);
+}

@@ -1,0 +1,181 @@
+//! Writing a checkpoint: shards and index into a folder beside, everything on disk before the rename.
+
+use super::index::{FORMAT, INDEX_FILE, VERSION};
+use super::{FileEntry, Index, LogicalTensor, PluginEntry, TensorEntry, hexadecimal};
+use crate::failure::{Failure, Result};
+use safetensors::Dtype;
+use safetensors::tensor::TensorView;
+use sha2::{Digest, Sha256};
+use std::collections::{BTreeMap, HashSet};
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+/// A shard is written when it holds this much.
+const SHARD_BYTES: usize = 256 << 20;
+
+/// What a checkpoint says besides its tensors.
+#[derive(Clone, Debug, Default)]
+pub struct Meta {
+    pub step: u64,
+    pub consumed_samples: u64,
+    pub plugins: Vec<PluginEntry>,
+    pub extra: serde_json::Value,
+}
+
+/// Takes tensors one after the other. Holds one shard in memory. Dropped before [`super::Store::commit`], it removes
+/// what it wrote.
+#[derive(Debug)]
+pub struct CheckpointWriter {
+    folder: PathBuf,
+    shard_bytes: usize,
+    pending: Vec<Pending>,
+    pending_bytes: usize,
+    names: HashSet<String>,
+    tensors: Vec<TensorEntry>,
+    files: BTreeMap<String, FileEntry>,
+    kept: bool,
+}
+
+#[derive(Debug)]
+struct Pending {
+    name: String,
+    shape: Vec<usize>,
+    dtype: Dtype,
+    bytes: Vec<u8>,
+}
+
+impl CheckpointWriter {
+    pub(super) fn create(folder: PathBuf) -> Result<CheckpointWriter> {
+        fs::create_dir(&folder).map_err(|error| cannot_write(&folder, &error))?;
+        Ok(CheckpointWriter {
+            folder,
+            shard_bytes: SHARD_BYTES,
+            pending: Vec::new(),
+            pending_bytes: 0,
+            names: HashSet::new(),
+            tensors: Vec::new(),
+            files: BTreeMap::new(),
+            kept: false,
+        })
+    }
+
+    #[cfg(test)]
+    pub(super) fn with_shard_bytes(mut self, shard_bytes: usize) -> CheckpointWriter {
+        self.shard_bytes = shard_bytes;
+        self
+    }
+
+    /// Adds a tensor. Names must differ and the shape must hold the elements.
+    pub fn add(&mut self, tensor: LogicalTensor) -> Result<()> {
+        let elements: usize = tensor.shape.iter().product();
+        if elements != tensor.data.len() {
+            return Err(Failure::data(format!(
+                "checkpoint tensor {}: shape {:?} holds {elements} elements, {} are given",
+                tensor.name,
+                tensor.shape,
+                tensor.data.len()
+            )));
+        }
+        if !self.names.insert(tensor.name.clone()) {
+            return Err(Failure::data(format!("checkpoint tensor {} is given twice", tensor.name)));
+        }
+        let bytes = tensor.data.to_bytes();
+        if !self.pending.is_empty() && self.pending_bytes + bytes.len() > self.shard_bytes {
+            self.write_shard()?;
+        }
+        let dtype = match tensor.data.dtype() {
+            "F64" => Dtype::F64,
+            _ => Dtype::F32,
+        };
+        self.pending_bytes += bytes.len();
+        self.pending.push(Pending { name: tensor.name, shape: tensor.shape, dtype, bytes });
+        Ok(())
+    }
+
+    /// Adds every tensor of an iterator, which may gather them one at a time.
+    pub fn add_all(&mut self, tensors: impl IntoIterator<Item = Result<LogicalTensor>>) -> Result<()> {
+        tensors.into_iter().try_for_each(|tensor| self.add(tensor?))
+    }
+
+    fn write_shard(&mut self) -> Result<()> {
+        let file = format!("shard-{:05}.safetensors", self.files.len());
+        let path = self.folder.join(&file);
+        let invalid =
+            |error: &dyn std::fmt::Display| Failure::data(format!("cannot write {}: {error}", path.display()));
+        let views = self
+            .pending
+            .iter()
+            .map(|tensor| {
+                let view = TensorView::new(tensor.dtype, tensor.shape.clone(), &tensor.bytes);
+                Ok((&tensor.name, view.map_err(|error| invalid(&error))?))
+            })
+            .collect::<Result<Vec<_>>>()?;
+        let bytes = safetensors::serialize(views, None).map_err(|error| invalid(&error))?;
+        write_synced(&path, &bytes)?;
+        let entry = FileEntry { bytes: bytes.len() as u64, sha256: hexadecimal(&Sha256::digest(&bytes)) };
+        self.files.insert(file.clone(), entry);
+        for Pending { name, shape, dtype, .. } in self.pending.drain(..) {
+            self.tensors.push(TensorEntry { name, shape, dtype: dtype.to_string(), file: file.clone() });
+        }
+        self.pending_bytes = 0;
+        Ok(())
+    }
+
+    /// Writes the rest and the index; afterwards all of the folder is on disk.
+    pub(super) fn finish(&mut self, meta: Meta) -> Result<&Path> {
+        if !self.pending.is_empty() {
+            self.write_shard()?;
+        }
+        let index = Index {
+            format: FORMAT.into(),
+            version: VERSION,
+            step: meta.step,
+            consumed_samples: meta.consumed_samples,
+            files: std::mem::take(&mut self.files),
+            tensors: std::mem::take(&mut self.tensors),
+            plugins: meta.plugins,
+            extra: meta.extra,
+        };
+        let path = self.folder.join(INDEX_FILE);
+        let text = serde_json::to_vec_pretty(&index)
+            .map_err(|error| Failure::data(format!("cannot write {}: {error}", path.display())))?;
+        write_synced(&path, &text)?;
+        sync_folder(&self.folder)?;
+        Ok(&self.folder)
+    }
+
+    /// The folder has been renamed: nothing to remove.
+    pub(super) fn keep(&mut self) {
+        self.kept = true;
+    }
+}
+
+impl Drop for CheckpointWriter {
+    fn drop(&mut self) {
+        if !self.kept {
+            // If this fails too, the next start cleans up.
+            let _ = fs::remove_dir_all(&self.folder);
+        }
+    }
+}
+
+pub(super) fn cannot_write(path: &Path, error: &std::io::Error) -> Failure {
+    Failure::data(format!("cannot write {}: {error}", path.display()))
+        .remedy("free disk space or choose another run folder with --run-dir")
+}
+
+/// Writes a file and waits until it is on disk.
+pub(super) fn write_synced(path: &Path, bytes: &[u8]) -> Result<()> {
+    let write = || -> std::io::Result<()> {
+        let mut file = File::create(path)?;
+        file.write_all(bytes)?;
+        file.sync_all()
+    };
+    write().map_err(|error| cannot_write(path, &error))
+}
+
+/// Waits until a folder's entries are on disk.
+pub(super) fn sync_folder(folder: &Path) -> Result<()> {
+    File::open(folder).and_then(|file| file.sync_all()).map_err(|error| cannot_write(folder, &error))
+}

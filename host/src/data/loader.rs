@@ -1,0 +1,246 @@
+//! Batches: sample i of an epoch is tokens [i S, i S + S] of the corpus (S inputs, each with its successor as label).
+
+use super::{Corpus, Permutation};
+use crate::failure::{Failure, Result};
+use crate::recipe::Recipe;
+use gantry_kernels::philox::stream_of;
+
+/// One micro-batch; T = samples x seq_length tokens, samples back to back.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Batch {
+    /// Token ids [T].
+    pub tokens: Vec<i32>,
+    /// The token after each of `tokens` [T].
+    pub labels: Vec<i32>,
+    /// Weight of each position's loss [T].
+    pub loss_mask: Vec<f32>,
+    /// Sequence boundaries from 0 to T, then T repeated up to a length that is the same for all batches
+    /// ([`Loader::cu_seqlens_len`]).
+    pub cu_seqlens: Vec<i32>,
+    /// Global index of the first sample.
+    pub first_sample: u64,
+    pub samples: usize,
+}
+
+/// How far a run is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Position {
+    /// Finished steps.
+    pub step: u64,
+    /// Samples they consumed.
+    pub samples: u64,
+}
+
+/// Cuts batches from a corpus.
+#[derive(Clone, Debug)]
+pub struct Loader {
+    corpus: Corpus,
+    seq_length: usize,
+    micro_batch_size: usize,
+    global_batch_size: usize,
+    reset: bool,
+    seed: u64,
+    samples_per_epoch: u64,
+    /// Most sequences that any sample is cut into.
+    sequences_per_sample: usize,
+    begin: Position,
+}
+
+impl Loader {
+    /// A loader for steps after `begin`.
+    pub fn new(recipe: &Recipe, begin: Position) -> Result<Loader> {
+        Loader::over(Corpus::open(&recipe.data, recipe.train.seed)?, recipe, begin)
+    }
+
+    fn over(corpus: Corpus, recipe: &Recipe, begin: Position) -> Result<Loader> {
+        let train = &recipe.train;
+        let seq_length = train.seq_length;
+        let samples_per_epoch = corpus.len().saturating_sub(1) / seq_length;
+        if samples_per_epoch == 0 {
+            let paths: Vec<_> = recipe.data.paths.iter().map(|path| path.display().to_string()).collect();
+            let place =
+                if paths.is_empty() { "data.synthetic".into() } else { format!("data path {}", paths.join(", ")) };
+            return Err(Failure::data(format!(
+                "{place} holds {} tokens, fewer than the {} of one sample",
+                corpus.len(),
+                seq_length + 1
+            ))
+            .remedy("give more text or a shorter train.seq_length"));
+        }
+        let reset = recipe.data.reset_at_document_boundaries;
+        let pieces =
+            |sample: usize| 1 + corpus.document_starts(sample * seq_length + 1..(sample + 1) * seq_length).len();
+        let most = (0..samples_per_epoch).map(pieces).max().unwrap_or(1);
+        Ok(Loader {
+            seq_length,
+            micro_batch_size: train.micro_batch_size,
+            global_batch_size: train.global_batch_size,
+            reset,
+            seed: train.seed,
+            samples_per_epoch: samples_per_epoch as u64,
+            sequences_per_sample: if reset { most } else { 1 },
+            begin,
+            corpus,
+        })
+    }
+
+    pub fn corpus(&self) -> &Corpus {
+        &self.corpus
+    }
+
+    /// Micro-batches in a step, over all data-parallel ranks.
+    pub fn micro_batches(&self) -> usize {
+        self.global_batch_size / self.micro_batch_size
+    }
+
+    pub fn samples_per_epoch(&self) -> u64 {
+        self.samples_per_epoch
+    }
+
+    /// Length of every batch's `cu_seqlens`.
+    pub fn cu_seqlens_len(&self) -> usize {
+        self.micro_batch_size * self.sequences_per_sample + 1
+    }
+
+    /// How far a run is after `step`.
+    pub fn position_after(&self, step: u64) -> Position {
+        let taken = step.saturating_sub(self.begin.step);
+        Position { step, samples: self.begin.samples + taken * self.global_batch_size as u64 }
+    }
+
+    /// Micro-batch `micro_batch` (index within the step over all data-parallel ranks) of step `step`, counted from 1.
+    pub fn batch(&self, step: u64, micro_batch: usize) -> Batch {
+        let before = self.position_after(step.saturating_sub(1));
+        let first_sample = before.samples + (micro_batch * self.micro_batch_size) as u64;
+        let (length, samples) = (self.seq_length, self.micro_batch_size);
+        let total = samples * length;
+        let mut batch = Batch {
+            tokens: Vec::with_capacity(total),
+            labels: Vec::with_capacity(total),
+            loss_mask: vec![1.0; total],
+            cu_seqlens: Vec::with_capacity(self.cu_seqlens_len()),
+            first_sample,
+            samples,
+        };
+        let mut row = vec![0; length + 1];
+        for sample in 0..samples {
+            let begin = self.place(first_sample + sample as u64) * length;
+            self.corpus.read(begin, &mut row);
+            batch.tokens.extend_from_slice(&row[..length]);
+            batch.labels.extend_from_slice(&row[1..]);
+            batch.cu_seqlens.push((sample * length) as i32);
+            if self.reset {
+                let starts = self.corpus.document_starts(begin + 1..begin + length);
+                batch.cu_seqlens.extend(starts.iter().map(|start| (sample * length + start - begin) as i32));
+            }
+        }
+        batch.cu_seqlens.resize(self.cu_seqlens_len(), total as i32);
+        batch
+    }
+
+    /// Which sample of the corpus the global sample index means.
+    fn place(&self, sample: u64) -> usize {
+        let (epoch, index) = (sample / self.samples_per_epoch, sample % self.samples_per_epoch);
+        let order = Permutation::new(self.samples_per_epoch, self.seed, stream_of("data.order"), epoch as u32);
+        order.at(index) as usize
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::corpus::tests::folder;
+    use super::*;
+    use crate::recipe::Overrides;
+    use std::collections::BTreeSet;
+    use std::path::Path;
+
+    fn loader(root: &Path, set: &[&str], begin: Position) -> Result<Loader> {
+        let text = format!(
+            "name: t\nmodules: {{lm: {{provider: p}}}}\ndata: {{paths: [{}]}}\noptimizer: {{lr: 1}}\n\
+             train: {{steps: 1, seq_length: 4, micro_batch_size: 2, global_batch_size: 4}}\n",
+            root.display()
+        );
+        let overrides = Overrides { set: set.iter().map(|s| s.to_string()).collect(), ..Default::default() };
+        Loader::new(&Recipe::parse(&text, &overrides).unwrap(), begin)
+    }
+
+    /// 8 documents, 41 tokens: 10 samples of 4.
+    fn corpus() -> tempfile::TempDir {
+        folder(&[
+            ("a.txt", b"abcdefgh"),
+            ("b.txt", b"i"),
+            ("c.txt", b"j"),
+            ("d.txt", b"klmnopqrs"),
+            ("e.txt", b"tuvw"),
+            ("f.txt", b"xyz0"),
+            ("g.txt", b"1234"),
+            ("h.txt", b"56"),
+        ])
+    }
+
+    #[test]
+    fn labels_follow_tokens_and_boundaries_follow_documents() {
+        let root = corpus();
+        let loader = loader(root.path(), &[], Position::default()).unwrap();
+        assert_eq!((loader.samples_per_epoch(), loader.micro_batches()), (10, 2));
+        // Sample 2 is "[end] i [end] j [end]..." cut to 4: starts inside make 1 + 2 pieces, two samples and the end.
+        assert_eq!(loader.cu_seqlens_len(), 2 * 3 + 1);
+        for (step, micro_batch) in [(1, 0), (1, 1), (2, 0), (7, 1)] {
+            let batch = loader.batch(step, micro_batch);
+            assert_eq!(batch.first_sample, (step - 1) * 4 + micro_batch as u64 * 2);
+            assert_eq!((batch.tokens.len(), batch.labels.len(), batch.loss_mask.len()), (8, 8, 8));
+            assert_eq!(batch.cu_seqlens.len(), loader.cu_seqlens_len());
+            assert!(batch.cu_seqlens.is_sorted());
+            assert_eq!((batch.cu_seqlens[0], *batch.cu_seqlens.last().unwrap()), (0, 8));
+            for i in [0, 1, 2, 4, 5, 6] {
+                assert_eq!(batch.labels[i], batch.tokens[i + 1]);
+                // A sequence starts exactly after the end of a document.
+                assert_eq!(batch.cu_seqlens.contains(&(i as i32 + 1)), batch.tokens[i] == 256);
+            }
+            assert!(batch.cu_seqlens.contains(&4));
+        }
+    }
+
+    #[test]
+    fn without_reset_samples_are_whole() {
+        let root = corpus();
+        let loader = loader(root.path(), &["data.reset_at_document_boundaries=false"], Position::default()).unwrap();
+        assert_eq!(loader.batch(1, 0).cu_seqlens, [0, 4, 8]);
+    }
+
+    #[test]
+    fn an_epoch_sees_every_sample_once_and_the_next_in_another_order() {
+        let root = corpus();
+        let loader = loader(root.path(), &[], Position::default()).unwrap();
+        let samples: Vec<Vec<i32>> = (0..10)
+            .flat_map(|i| {
+                loader.batch(1 + i / 2, (i % 2) as usize).tokens.chunks(4).map(<[i32]>::to_vec).collect::<Vec<_>>()
+            })
+            .collect();
+        let (first, second) = samples.split_at(10);
+        assert_eq!(first.iter().collect::<BTreeSet<_>>().len(), 10);
+        assert_eq!(first.iter().collect::<BTreeSet<_>>(), second.iter().collect());
+        assert_ne!(first, second);
+    }
+
+    #[test]
+    fn resumed_loader_goes_on_where_the_first_stopped() {
+        let root = corpus();
+        let whole = loader(root.path(), &[], Position::default()).unwrap();
+        let resumed = loader(root.path(), &[], whole.position_after(3)).unwrap();
+        assert_eq!(whole.position_after(3), Position { step: 3, samples: 12 });
+        assert_eq!(whole.batch(4, 1), resumed.batch(4, 1));
+        // With another batch size the samples go on without a gap.
+        let wider = loader(root.path(), &["train.global_batch_size=8"], whole.position_after(3)).unwrap();
+        assert_eq!(wider.batch(4, 0), whole.batch(4, 0));
+        assert_eq!(wider.batch(5, 0).first_sample, 20);
+    }
+
+    #[test]
+    fn too_few_tokens_is_refused() {
+        let root = folder(&[("a.txt", b"abc")]);
+        let failure = loader(root.path(), &[], Position::default()).unwrap_err();
+        let sentence = format!("data path {} holds 4 tokens, fewer than the 5 of one sample", root.path().display());
+        assert_eq!((failure.sentence, failure.cause), (sentence, crate::failure::Cause::Data));
+    }
+}
