@@ -349,7 +349,7 @@ impl SsdBackward {
         matmul((len, p, len), T::ONE, Mat::cols(m, len), dy_rows, self.acc_dxbc, dx, self.ld_dxbc, false);
         crate::par::simd(|| {
             // Of the state's gradient at the chunk's end, what passes through the decay of token i.
-            let mut to_end_sum = segment.total() * head.decayed;
+            let mut to_end_sum = s.totals(chunk.segments)[head.h] * head.decayed;
             for i in 0..len {
                 let (dy, be) = (&dy[i * width + at..][..p], &be[i * width + at..][..p]);
                 let (x, dx) = (&x[i * width + at..][..p], &mut dx[i * self.ld_dxbc..][..p]);

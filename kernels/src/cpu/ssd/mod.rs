@@ -104,9 +104,16 @@ impl SsdShape {
         );
     }
 
-    /// Elements of one chunk's segments: dt', cum (high part), cum (remainder) of each head, [H, 3, Q].
+    /// Elements of one chunk's segments: dt', cum (high part), cum (remainder) of each head, [H, 3, Q], and each head's
+    /// decay over the whole chunk, [H].
     fn segment_len(&self) -> usize {
-        3 * self.heads * self.chunk
+        (3 * self.chunk + 1) * self.heads
+    }
+
+    /// Each head's decay over the whole chunk.
+    #[inline(always)]
+    fn totals<'a, T>(&self, segments: &'a [T]) -> &'a [T] {
+        &segments[3 * self.chunk * self.heads..][..self.heads]
     }
 
     /// Fills one chunk's segments from `dt`, whose first row is the chunk's first token.
@@ -133,6 +140,7 @@ impl SsdShape {
                 high[i] = T::of(sum);
                 low[i] = T::of(sum - high[i].to_f64());
             }
+            segments[3 * self.chunk * self.heads + h] = T::of(sum.exp());
         }
     }
 
@@ -168,24 +176,33 @@ impl SsdShape {
     }
 
     /// One step of the pass over chunks: `state` takes what `carry` is, and `carry` becomes decay * carry + state.
-    fn carry_step<T: Real>(&self, segments: &[T], len: usize, carry: &mut [T], state: &mut [T]) {
-        for g in 0..self.groups {
-            let (heads, offset) = (self.group_heads(g), self.group_offset(g));
-            for k in 0..heads {
-                let decay = self.segment(k * self.groups + g, len, segments).total();
-                crate::par::simd(|| {
-                    for n in 0..self.state {
-                        let at = offset + (n * heads + k) * self.head_dim;
+    fn carry_step<T: Real>(&self, totals: &[T], carry: &mut [T], state: &mut [T]) {
+        // Rows (group, n) of the state; element by element, so their sharing out changes nothing.
+        let rows = self.groups * self.state;
+        let blocks = (carry.len() / (32 * 1024)).clamp(1, rows);
+        let offset = |row: usize| match row / self.state {
+            g if g == self.groups => self.state_len(),
+            g => self.group_offset(g) + row % self.state * self.group_heads(g) * self.head_dim,
+        };
+        let cut = |_: usize, block: usize| offset(block * rows / blocks);
+        share(0..blocks, [carry, state], &cut, &|block, [carry, state]| {
+            crate::par::simd(|| {
+                let mut at = 0;
+                for row in block * rows / blocks..(block + 1) * rows / blocks {
+                    let g = row / self.state;
+                    for k in 0..self.group_heads(g) {
+                        let decay = totals[k * self.groups + g];
                         let carry = &mut carry[at..at + self.head_dim];
                         for (c, s) in carry.iter_mut().zip(&mut state[at..at + self.head_dim]) {
                             let next = decay * *c + *s;
                             *s = *c;
                             *c = next;
                         }
+                        at += self.head_dim;
                     }
-                });
-            }
-        }
+                }
+            });
+        });
     }
 
     /// Runs [`Self::carry_step`] over every sequence's chunks, in order or in reverse; `carry` is [S, H * N * P].
@@ -200,9 +217,8 @@ impl SsdShape {
             let count = table.first_of(s + 1) - first;
             for i in 0..count {
                 let i = if reverse { count - 1 - i } else { i };
-                let (_, len) = table.span(first + i);
-                let segments = &segments[(first + i) * self.segment_len()..][..self.segment_len()];
-                self.carry_step(segments, len, carry, &mut states[i * size..][..size]);
+                let totals = self.totals(&segments[(first + i) * self.segment_len()..]);
+                self.carry_step(totals, carry, &mut states[i * size..][..size]);
             }
         });
     }
@@ -233,12 +249,6 @@ impl<T: Real> Segment<'_, T> {
     #[inline(always)]
     fn until_end(&self, i: usize) -> T {
         self.decay(self.dt.len() - 1, i)
-    }
-
-    /// Decay over the whole chunk.
-    #[inline(always)]
-    fn total(&self) -> T {
-        self.since_start(self.dt.len() - 1)
     }
 }
 

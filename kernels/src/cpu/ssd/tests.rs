@@ -318,7 +318,8 @@ fn strong_decay_stays_exact() {
 #[test]
 fn chunk_and_threads_do_not_matter() {
     let cu_seqlens = [0, 100, 101, 400];
-    let p = problem(&cu_seqlens, (8, 8, 2, 16), 32);
+    // States large enough that a step between chunks is shared out.
+    let p = problem(&cu_seqlens, (10, 64, 3, 128), 32);
     let mut other = p.clone();
     other.shape.chunk = 100;
     let grads = |p: &Problem| {
