@@ -1,4 +1,5 @@
-//! Reductions of a matrix x [rows, cols] over its last axis, over its rows, or over both; and cumulative sums.
+//! Reductions of a matrix x [rows, cols] over its last axis, over its rows, or over both; and what rests on
+//! such sums: cumulative sums and division by the standard deviation.
 //!
 //! With row weights w (`loss_mask`-like; 1 without a mask) and the sums over the reduced axes:
 //!   sum   y = sum w x                dx = w dy
@@ -10,8 +11,10 @@
 //! Sums over rows run in fixed blocks whose partial sums are added in order.
 
 mod cumsum;
+mod std_scale;
 
 pub use cumsum::CumSum;
+pub use std_scale::{StdScale, StdScaleBackward};
 
 use super::softmax::{max_of, put, row, span, sum_map};
 use crate::kernel::{Args, Cost};
