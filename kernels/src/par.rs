@@ -80,10 +80,21 @@ pub fn lane_sum<T: crate::Real>(n: usize, f: impl Fn(usize) -> T) -> T {
     lanes.into_iter().sum()
 }
 
-/// Runs `f` with the widest vector instructions the machine has.
+/// Runs a closure with the widest vector instructions the machine has: `par::simd!(|| body)`.
 ///
-/// The closure's body is compiled once per instruction set; it must be inlined to profit, so mark helpers it calls
-/// `#[inline(always)]`.
+/// The body is compiled once per instruction set, which takes that it is inlined there: the macro marks the closure so,
+/// and helpers it calls must be `#[inline(always)]` too, or they run as plain code.
+macro_rules! simd_inlined {
+    (|| $body:expr) => {
+        $crate::par::simd(
+            #[inline(always)]
+            || $body,
+        )
+    };
+}
+pub(crate) use simd_inlined as simd;
+
+/// What the macro of the same name calls; a closure given directly must be marked `#[inline(always)]` by hand.
 #[inline(always)]
 pub fn simd<R>(f: impl FnOnce() -> R) -> R {
     struct Run<F>(F);

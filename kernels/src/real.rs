@@ -8,7 +8,7 @@ use std::ops::{Add, AddAssign, Div, DivAssign, Mul, MulAssign, Neg, Sub, SubAssi
 /// A floating-point type kernels are generic over.
 ///
 /// In hot loops prefer the vectorisable functions of [`VMath`] (`vexp`, `vtanh`, `vsigmoid`, `vsoftplus`) to `exp` and
-/// `tanh`, and plain `a * b + c` to `mul_add`, which is a library call outside [`crate::par::simd`].
+/// `tanh`, and plain `a * b + c` to `mul_add`, which is a library call outside `par::simd!`.
 pub trait Real:
     Copy
     + Send

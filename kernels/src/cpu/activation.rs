@@ -269,7 +269,7 @@ impl Rows {
         let dx = &mut dx[..(self.rows - 1) * self.ld + self.cols];
         let block = par::block_rows(self.rows, self.cols);
         par::rows_pair_mut((dx, self.ld), (&mut dw[..self.rows], block), block, |first, dx, dw| {
-            par::simd(|| {
+            par::simd!(|| {
                 for (i, (dx, dw)) in dx.chunks_mut(self.ld).zip(dw).enumerate() {
                     let sum = f(first + i, &mut dx[..self.cols]);
                     *dw = if self.acc { *dw + sum } else { sum };

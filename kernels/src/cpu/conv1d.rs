@@ -130,7 +130,7 @@ impl Conv1d {
         let used = (self.tokens - 1) * self.ld_y + c;
         let y = &mut args.outs[0][..used];
         crate::par::rows_mut(y, self.ld_y, block_tokens(self.tokens), |first, rows| {
-            crate::par::simd(|| {
+            crate::par::simd!(|| {
                 let mut sequence = (0, 0);
                 for (i, row) in rows.chunks_mut(self.ld_y).enumerate() {
                     let t = first + i;
@@ -185,7 +185,7 @@ impl Conv1dBackward {
         dx.par_chunks_mut(block * self.ld_dx)
             .zip(work.par_chunks_mut(self.block_work()))
             .enumerate()
-            .for_each(|(i, (dx, work))| crate::par::simd(|| self.block(i * block, dx, work, x, dy, taps, cu_seqlens)));
+            .for_each(|(i, (dx, work))| crate::par::simd!(|| self.block(i * block, dx, work, x, dy, taps, cu_seqlens)));
         for partial in work.chunks(self.block_work()) {
             for (stored, dense, len) in self.channels.iter() {
                 for i in 0..len {

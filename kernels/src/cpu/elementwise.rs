@@ -62,7 +62,7 @@ impl<const N: usize> Shape<N> {
         let ld = self.ld[0];
         let end = (self.rows - 1) * ld + self.row_len(self.rows - 1);
         par::rows_mut(&mut y[..end], ld, par::block_rows(self.rows, self.cols), |first, y| {
-            par::simd(|| {
+            par::simd!(|| {
                 for (i, y) in y.chunks_mut(ld).enumerate() {
                     let n = self.row_len(first + i);
                     f(first + i, &mut y[..n]);
@@ -226,7 +226,7 @@ impl Dot {
         let block = shape.rows.div_ceil(par::MAX_PARTS).max(1);
         let mut parts = [0.0f64; par::MAX_PARTS];
         let sum = |i: usize| {
-            par::simd(|| {
+            par::simd!(|| {
                 let mut sum = 0.0;
                 for r in (i * block)..((i + 1) * block).min(shape.rows) {
                     sum += lanes::sum2(shape.row(a, 0, r), shape.row(b, 1, r), |a, b| a.to_f64() * b.to_f64());
@@ -302,7 +302,7 @@ impl RowDot {
         let (dy, x) = (args.ins[0], args.ins[1]);
         let ds = &mut args.outs[0][..self.rows];
         par::rows_mut(ds, 1, par::block_rows(self.rows, self.cols), |first, ds| {
-            par::simd(|| {
+            par::simd!(|| {
                 for (r, ds) in (first..).zip(ds) {
                     let sum = lanes::dot(&dy[r * self.ld_dy..][..self.cols], &x[r * self.ld_x..][..self.cols]);
                     *ds = if self.acc { *ds + sum } else { sum };
@@ -331,7 +331,7 @@ pub(crate) fn strided_rows<T: Send>(
     }
     let y = &mut y[..(rows - 1) * ld + cols];
     par::rows_mut(y, ld, par::block_rows(rows, cols), |first, y| {
-        par::simd(|| {
+        par::simd!(|| {
             for (i, y) in y.chunks_mut(ld).enumerate() {
                 f(first + i, &mut y[..cols]);
             }

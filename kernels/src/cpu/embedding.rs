@@ -88,7 +88,7 @@ impl EmbeddingBackward {
         // tend to have neighbouring small ids, so the ranges are many.
         let block = shard.rows().div_ceil(4 * par::MAX_PARTS).max(1);
         par::rows_mut(dw, self.ld_w, block, |first, dw| {
-            par::simd(|| {
+            par::simd!(|| {
                 for (t, &id) in ids.iter().enumerate() {
                     let Some(row) = shard.row(id) else { continue };
                     if row < first || row >= first + block {

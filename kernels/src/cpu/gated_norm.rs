@@ -173,7 +173,7 @@ impl GatedNorm {
         out.par_chunks_mut(block * self.ld_out)
             .zip(rstd.par_chunks_mut(block * groups))
             .enumerate()
-            .for_each(|(i, (out, rstd))| crate::par::simd(|| rows(i * block, out, rstd)));
+            .for_each(|(i, (out, rstd))| crate::par::simd!(|| rows(i * block, out, rstd)));
     }
 }
 
@@ -222,7 +222,7 @@ impl GatedNormBackward {
             .zip(work.par_chunks_mut(self.block_work()))
             .enumerate()
             .for_each(|(i, ((dy, dz), work))| {
-                crate::par::simd(|| self.block(i * block, dy, dz, work, [y, z, rstd, dout], weight_s));
+                crate::par::simd!(|| self.block(i * block, dy, dz, work, [y, z, rstd, dout], weight_s));
             });
         // Partial sums in block order; d(out)/ds of a channel is its dweight / s times the weight.
         let (total, work) = work.split_at_mut(self.block_work());

@@ -199,7 +199,7 @@ impl LinearBackwardWeight {
 pub(crate) fn add_column_sums<T: Real>(x: &[T], ld: usize, rows: usize, out: &mut [T]) {
     const COLUMNS: usize = 64;
     par::rows_mut(out, 1, COLUMNS, |first, out| {
-        par::simd(|| {
+        par::simd!(|| {
             let mut sum = [T::ZERO; COLUMNS];
             for row in 0..rows {
                 let x = &x[row * ld + first..][..out.len()];

@@ -230,7 +230,7 @@ impl ArgMax {
         let x = args.ins[0];
         let out = &mut args.int_outs[0][..self.rows];
         par::rows_mut(out, 1, par::block_rows(self.rows, self.cols), |first, index| {
-            par::simd(|| {
+            par::simd!(|| {
                 for (i, index) in index.iter_mut().enumerate() {
                     *index = first_max(row(x, first + i, self.ld_x, self.cols)) as i32;
                 }

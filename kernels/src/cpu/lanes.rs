@@ -1,7 +1,7 @@
 //! Sums over slices in a fixed order that vectorises: element i goes to lane i % LANES, lanes are added as a tree.
 //!
 //! The order depends on nothing but the length, so the bits are the same on every instruction set (as long as the
-//! mapped function uses no fused operation). Call these inside [`crate::par::simd`].
+//! mapped function uses no fused operation). Call these inside `par::simd!`.
 
 use crate::real::Real;
 

@@ -41,7 +41,7 @@ impl LayerNorm {
         let mean = &mut mean[..self.tokens];
         // Two loops, since y and two statistics make three outputs; the second reads x again.
         par::rows_pair_mut((mean, 1), (&mut rstd[..self.tokens], block), block, |first, mean, rstd| {
-            par::simd(|| {
+            par::simd!(|| {
                 for (i, (mean, rstd)) in mean.iter_mut().zip(rstd).enumerate() {
                     let x = &x[(first + i) * self.ld_x..][..active];
                     let m = lanes::sum1(x, |x| x) * inv;
@@ -53,7 +53,7 @@ impl LayerNorm {
         let (mean, rstd) = (&*mean, &*rstd);
         let y = &mut y[..(self.tokens - 1) * self.ld_y + cols];
         par::rows_mut(y, self.ld_y, block, |first, y| {
-            par::simd(|| {
+            par::simd!(|| {
                 for (i, y) in y.chunks_mut(self.ld_y).enumerate() {
                     let t = first + i;
                     let (y, rest) = y[..cols].split_at_mut(active);
@@ -110,7 +110,7 @@ impl LayerNormBackward {
         let dx = &mut dx[..(self.tokens - 1) * self.ld_dx + cols];
         let work = &mut args.work[..self.workspace()];
         par::rows_pair_mut((dx, self.ld_dx), (&mut *work, 2 * active), block, |first, dx, sums| {
-            par::simd(|| {
+            par::simd!(|| {
                 sums.fill(T::ZERO);
                 let (dw, db) = sums.split_at_mut(active);
                 for (i, dx) in dx.chunks_mut(self.ld_dx).enumerate() {

@@ -256,7 +256,7 @@ impl MaskMulBackward {
         }
         let block = par::reduce_rows(self.tokens);
         par::rows_pair_mut((dx, self.ld_dx), (&mut *sums, cols), block, |first, dx, sums| {
-            par::simd(|| {
+            par::simd!(|| {
                 sums.fill(T::ZERO);
                 for (i, dx) in dx.chunks_mut(self.ld_dx).enumerate() {
                     let t = first + i;

@@ -60,7 +60,7 @@ impl Adam {
         let eps = T::of(self.eps);
         let decoupled = self.decay == Decay::Decoupled;
         let part = |grad: &[T], p: &mut [T], m: &mut [T], v: &mut [T]| {
-            par::simd(|| {
+            par::simd!(|| {
                 for ((p, &g), (m, v)) in p.iter_mut().zip(grad).zip(m.iter_mut().zip(v)) {
                     let decay = wd * *p;
                     let g = g * scale + if decoupled { T::ZERO } else { decay };
@@ -102,7 +102,7 @@ impl SquaredNorm {
         let mut parts = [0.0; par::MAX_PARTS];
         each_part(&mut parts, self.n.div_ceil(block), |i| {
             let x = &x[i * block..((i + 1) * block).min(x.len())];
-            par::simd(|| lanes::sum1(x, |x| x.to_f64() * x.to_f64()))
+            par::simd!(|| lanes::sum1(x, |x| x.to_f64() * x.to_f64()))
         });
         args.outs[0][0] += T::of(parts.iter().sum());
     }

@@ -99,7 +99,7 @@ impl Reduce {
             (Reduction::Max, over) => self.max(x, mask, y, args.int_outs[0], over, args.work),
             (_, Over::Cols) => {
                 par::rows_mut(&mut y[..self.rows], 1, self.block(), |first, y| {
-                    par::simd(|| {
+                    par::simd!(|| {
                         for (i, y) in y.iter_mut().enumerate() {
                             let r = first + i;
                             let sum = weight(mask, r) * self.row_sum(row(x, r, self.ld, self.cols));
@@ -111,7 +111,7 @@ impl Reduce {
             (_, Over::Rows) => {
                 let count = self.weights(mask);
                 par::rows_mut(&mut y[..self.cols], 1, WINDOW, |c0, y| {
-                    par::simd(|| self.column_sums(x, mask, c0, y));
+                    par::simd!(|| self.column_sums(x, mask, c0, y));
                     y.iter_mut().for_each(|y| *y = self.finish(*y, count));
                 });
             }
@@ -120,7 +120,7 @@ impl Reduce {
                 let blocks = self.workspace();
                 let partial = &mut args.work[..blocks];
                 par::rows_mut(partial, 1, 1, |b, partial| {
-                    par::simd(|| {
+                    par::simd!(|| {
                         let rows = b * self.block()..((b + 1) * self.block()).min(self.rows);
                         // In f64, because a block of narrow rows has thousands of them.
                         let sum = rows.map(|r| weight(mask, r) * self.row_sum(row(x, r, self.ld, self.cols)));
@@ -177,7 +177,7 @@ impl Reduce {
         match over {
             Over::Cols => {
                 par::rows_mut(&mut index[..rows], 1, self.block(), |first, index| {
-                    par::simd(|| {
+                    par::simd!(|| {
                         for (i, index) in index.iter_mut().enumerate() {
                             *index = first_max(row(x, first + i, ld, cols)) as i32;
                         }
@@ -209,7 +209,7 @@ impl Reduce {
                 let block = self.block();
                 let live = |b: usize| (b * block..((b + 1) * block).min(rows)).filter(|&r| weight(mask, r) != T::ZERO);
                 par::rows_mut(partial, 1, 1, |b, partial| {
-                    par::simd(|| {
+                    par::simd!(|| {
                         partial[0] = live(b).fold(T::NEG_INFINITY, |m, r| m.max(max_of(row(x, r, ld, cols))));
                     })
                 });
@@ -256,7 +256,7 @@ impl ReduceBackward {
         let acc = self.acc;
         let out = &mut args.outs[0][..span(f.rows, self.ld_dx, f.cols)];
         par::rows_mut(out, self.ld_dx, f.block(), |first, block| {
-            par::simd(|| {
+            par::simd!(|| {
                 for (i, dx) in block.chunks_mut(self.ld_dx).enumerate() {
                     let r = first + i;
                     let dx = &mut dx[..f.cols];

@@ -53,7 +53,7 @@ impl RmsNorm {
         let block = par::block_rows(self.tokens, 2 * cols);
         let y = &mut y[..(self.tokens - 1) * self.ld_y + cols];
         par::rows_pair_mut((y, self.ld_y), (&mut rstd[..self.tokens], block), block, |first, y, rstd| {
-            par::simd(|| {
+            par::simd!(|| {
                 for (i, (y, rstd)) in y.chunks_mut(self.ld_y).zip(rstd).enumerate() {
                     let x = &x[(first + i) * self.ld_x..][..cols];
                     *rstd = T::ONE / (lanes::dot(x, x) * inv_width + eps).sqrt();
@@ -110,7 +110,7 @@ impl RmsNormBackward {
         let dx = &mut dx[..(self.tokens - 1) * self.ld_dx + cols];
         let work = &mut args.work[..self.workspace()];
         par::rows_pair_mut((dx, self.ld_dx), (&mut *work, cols), block, |first, dx, sums| {
-            par::simd(|| {
+            par::simd!(|| {
                 sums.fill(T::ZERO);
                 for (i, dx) in dx.chunks_mut(self.ld_dx).enumerate() {
                     let t = first + i;
@@ -135,7 +135,7 @@ impl RmsNormBackward {
                 }
             });
         });
-        par::simd(|| self.add_parameters(work, w, s, params));
+        par::simd!(|| self.add_parameters(work, w, s, params));
     }
 
     #[inline(always)]

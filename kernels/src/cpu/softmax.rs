@@ -52,7 +52,7 @@ impl Softmax {
         let x = args.ins[0];
         let out = &mut args.outs[0][..span(rows, self.ld_y, cols)];
         par::rows_mut(out, self.ld_y, par::block_rows(rows, 8 * cols), |first, block| {
-            par::simd(|| {
+            par::simd!(|| {
                 for (i, y) in block.chunks_mut(self.ld_y).enumerate() {
                     let x = row(x, first + i, self.ld_x, cols);
                     let y = &mut y[..cols];
@@ -89,7 +89,7 @@ impl SoftmaxBackward {
         let (y, dy) = (args.ins[0], args.ins[1]);
         let out = &mut args.outs[0][..span(rows, self.ld_dx, cols)];
         par::rows_mut(out, self.ld_dx, par::block_rows(rows, 4 * cols), |first, block| {
-            par::simd(|| {
+            par::simd!(|| {
                 for (i, dx) in block.chunks_mut(self.ld_dx).enumerate() {
                     let y = row(y, first + i, self.ld_y, cols);
                     let dy = row(dy, first + i, self.ld_dy, cols);

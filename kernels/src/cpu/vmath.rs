@@ -1,12 +1,12 @@
 //! Transcendental functions that the compiler can vectorise.
 //!
 //! `f32`: branch-free polynomials of plain multiplications and additions, so the same bits come out on every
-//! instruction set; inside [`crate::par::simd`] a loop over them becomes vector code. `f64`: the standard library.
+//! instruction set; inside `par::simd!` a loop over them becomes vector code. `f64`: the standard library.
 //!
 //! Sources: argument reduction of exp after Cody and Waite; tanh's split at 0.625 and log1p(u) = 2 atanh(u / (2 + u))
 //! are textbook identities. The polynomial coefficients are minimax fits of relative error (Remez), about 3e-9 each.
 
-/// Elementary functions of a [`crate::Real`]; call them inside [`crate::par::simd`] loops.
+/// Elementary functions of a [`crate::Real`]; call them inside `par::simd!` loops.
 pub trait VMath: Sized {
     /// e^x. Error at most 2 ulp in `f32`; 0 and infinity at the ends, NaN for NaN.
     fn vexp(self) -> Self;
@@ -173,7 +173,7 @@ mod tests {
     fn vector_code_gives_the_scalar_bits() {
         let x: Vec<f32> = (0..1003).map(|i| (i as f32 - 500.0) * 0.21).collect();
         let mut y = vec![[0.0f32; 4]; x.len()];
-        simd(|| {
+        simd!(|| {
             for (y, &x) in y.iter_mut().zip(&x) {
                 *y = [x.vexp(), x.vtanh(), x.vsigmoid(), x.vsoftplus()];
             }

@@ -82,7 +82,7 @@ impl LinearCeStats {
                 matmul((rows, n, self.hidden), T::ONE, a, b, false, logits, n, true);
                 let logits = &*logits;
                 par::rows_mut(stats, CE_STATS, par::block_rows(rows, 8 * n), |i0, block| {
-                    par::simd(|| {
+                    par::simd!(|| {
                         for (i, s) in block.chunks_mut(CE_STATS).enumerate() {
                             let l = &logits[(i0 + i) * n..][..n];
                             let (m, z) = max_and_sum_exp(l);
@@ -154,7 +154,7 @@ impl LinearCeBackward {
                             continue;
                         }
                         let lse = lse[t];
-                        par::simd(|| {
+                        par::simd!(|| {
                             for d in d.iter_mut() {
                                 *d = (exp(*d - lse) - uniform) * factor;
                             }

@@ -53,7 +53,7 @@ impl CeFromLogits {
         let loss = &mut loss[..self.tokens];
         let smooth = smoothing_weight(self.vocab, self.smoothing) != 0.0;
         lse.par_iter_mut().zip(loss.par_iter_mut()).enumerate().for_each(|(t, (lse, loss))| {
-            par::simd(|| {
+            par::simd!(|| {
                 let l = row(logits, t, self.ld, self.vocab);
                 let (m, z) = max_and_sum_exp(l);
                 *lse = m + z.ln();
@@ -91,7 +91,7 @@ impl CeFromLogitsBackward {
                 }
                 let l = row(logits, t, self.ld, self.vocab);
                 let lse = lse[t];
-                par::simd(|| {
+                par::simd!(|| {
                     for (d, &l) in d.iter_mut().zip(l) {
                         put(d, (exp(l - lse) - uniform) * factor, self.acc);
                     }

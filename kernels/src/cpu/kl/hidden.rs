@@ -66,7 +66,7 @@ impl HiddenLoss {
         let [loss, total, count] = args.outs else { unreachable!("hidden_loss has three outputs") };
         let loss = &mut loss[..self.tokens];
         par::rows_mut(loss, 1, par::block_rows(self.tokens, 4 * self.hidden), |first, block| {
-            par::simd(|| {
+            par::simd!(|| {
                 for (i, loss) in block.iter_mut().enumerate() {
                     let s = row(student, first + i, self.ld_s, self.hidden);
                     let t = row(teacher, first + i, self.ld_t, self.hidden);
@@ -97,7 +97,7 @@ impl HiddenLossBackward {
         let f = &self.forward;
         let out = &mut args.outs[0][..span(f.tokens, self.ld_d, f.hidden)];
         par::rows_mut(out, self.ld_d, par::block_rows(f.tokens, 6 * f.hidden), |first, block| {
-            par::simd(|| {
+            par::simd!(|| {
                 for (i, d) in block.chunks_mut(self.ld_d).enumerate() {
                     let s = row(student, first + i, f.ld_s, f.hidden);
                     let t = row(teacher, first + i, f.ld_t, f.hidden);

@@ -110,7 +110,7 @@ impl LinearKlStats {
                 heads.logits(args.ins, (start, rows), (first, n), args.work);
                 let (s, t) = args.work[..2 * rows * n].split_at(rows * n);
                 par::rows_mut(stats, KL_STATS, par::block_rows(rows, 16 * n), |i0, block| {
-                    par::simd(|| {
+                    par::simd!(|| {
                         for (i, out) in block.chunks_mut(KL_STATS).enumerate() {
                             let window = (i0 + i) * n..(i0 + i + 1) * n;
                             let new = Stats::of(&s[window.clone()], &t[window], heads.reverse);
@@ -165,7 +165,7 @@ impl LinearKlBackward {
                         let t = &t[(i0 + i) * n..][..n];
                         let s = &saved[token * KL_SAVED..];
                         let values = [s[0], s[1], s[2]];
-                        par::simd(|| {
+                        par::simd!(|| {
                             for (d, &t) in d.iter_mut().zip(t) {
                                 *d = gradient(*d, t, values, heads.reverse, factor);
                             }

@@ -73,7 +73,7 @@ impl KlFromLogits {
         let work = &mut args.work[..2 * self.tokens * k];
         let rows = saved.par_chunks_mut(KL_SAVED).zip(loss.par_iter_mut()).zip(work.par_chunks_mut((2 * k).max(1)));
         rows.enumerate().for_each(|(token, ((saved, loss), work))| {
-            par::simd(|| {
+            par::simd!(|| {
                 let s_row = row(student, token, self.ld_s, self.vocab);
                 let t_row = row(teacher, token, self.ld_t, self.vocab);
                 let (s, t) = work.split_at_mut(k);
@@ -141,7 +141,7 @@ impl KlFromLogitsBackward {
                         d[v] += gradient(s[v] * inverse, t[v] * inverse, values, f.reverse, factor);
                     }
                 } else {
-                    par::simd(|| {
+                    par::simd!(|| {
                         for ((d, &s), &t) in d.iter_mut().zip(s).zip(t) {
                             put(d, gradient(s * inverse, t * inverse, values, f.reverse, factor), self.acc);
                         }

@@ -130,7 +130,7 @@ impl SsdBackward {
                 let (start, len) = table.span(c);
                 let segments = &mut segments[i * s.segment_len()..][..s.segment_len()];
                 let dstates = &mut dstates[i * size..][..size];
-                crate::par::simd(|| s.fill_segments(len, &dt[start * s.ld_dt..], a_log, dt_bias, segments));
+                crate::par::simd!(|| s.fill_segments(len, &dt[start * s.ld_dt..], a_log, dt_bias, segments));
                 if table.is_first(c) && !self.has_dinit {
                     dstates.fill(T::ZERO);
                     continue;
@@ -200,7 +200,7 @@ impl SsdBackward {
         for g in 0..s.groups {
             let width = s.group_heads(g) * s.head_dim;
             let scaled = &mut work[..len * width];
-            crate::par::simd(|| {
+            crate::par::simd!(|| {
                 s.gather(g, len, dy, self.ld_dy, 0, scaled, |h, i| s.segment(h, len, segments).since_start(i));
             });
             let c = Mat::cols(&xbc[s.c_off + g * s.state..], s.ld_xbc);
@@ -230,7 +230,7 @@ impl SsdBackward {
             let dstate = chunk.dstate.map(|state| &state[s.group_offset(g)..][..s.state * width]);
             matmul((len, len, s.state), T::ONE, c, Mat::cols(b.data, s.ld_xbc), false, cb, len, false);
             k_sum[..len * len].fill(T::ZERO);
-            crate::par::simd(|| {
+            crate::par::simd!(|| {
                 s.gather(g, len, chunk.xbc, s.ld_xbc, s.x_off, x, |_, _| T::ONE);
                 s.gather(g, len, chunk.dy, self.ld_dy, 0, dy, |_, _| T::ONE);
             });
@@ -245,13 +245,13 @@ impl SsdBackward {
             for k in 0..heads {
                 let h = k * s.groups + g;
                 let decayed = match (state, dstate) {
-                    (Some(a), Some(b)) => crate::par::simd(|| self.state_dot(heads, k, a, b)),
+                    (Some(a), Some(b)) => crate::par::simd!(|| self.state_dot(heads, k, a, b)),
                     _ => T::ZERO,
                 };
                 let head = Head { g, k, h, decayed };
                 self.head(chunk, &mut grads, params, head, [cb, x, dy, cs, be], k_sum, work);
             }
-            crate::par::simd(|| {
+            crate::par::simd!(|| {
                 for i in 0..len {
                     for k in 0..heads {
                         let segment = s.segment(k * s.groups + g, len, chunk.segments);
@@ -315,7 +315,7 @@ impl SsdBackward {
         matmul((len, len, p), T::ONE, Mat::rows(&dy[at..], width), Mat::cols(&x[at..], width), false, v, len, false);
 
         let mut to_d = T::ZERO;
-        crate::par::simd(|| {
+        crate::par::simd!(|| {
             // v becomes (dy_i . x_j)(C_i . B_j) L_ij, below its column sums over the rows from i on.
             below[..len].fill(T::ZERO);
             let mut from_state = T::ZERO;
@@ -347,7 +347,7 @@ impl SsdBackward {
         let dx = &mut grads.dxbc[s.x_off + head.h * p..];
         let dy_rows = Mat::rows(&dy[at..], width);
         matmul((len, p, len), T::ONE, Mat::cols(m, len), dy_rows, self.acc_dxbc, dx, self.ld_dxbc, false);
-        crate::par::simd(|| {
+        crate::par::simd!(|| {
             // Of the state's gradient at the chunk's end, what passes through the decay of token i.
             let mut to_end_sum = s.totals(chunk.segments)[head.h] * head.decayed;
             for i in 0..len {

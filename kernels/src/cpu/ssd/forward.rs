@@ -111,7 +111,7 @@ impl Ssd {
                     let (start, len) = table.span(c);
                     let segments = &mut segments[i * s.segment_len()..][..s.segment_len()];
                     let states = &mut states[i * size..][..size];
-                    crate::par::simd(|| s.fill_segments(len, &dt[start * s.ld_dt..], a_log, dt_bias, segments));
+                    crate::par::simd!(|| s.fill_segments(len, &dt[start * s.ld_dt..], a_log, dt_bias, segments));
                     if table.is_last(c) && !self.has_final {
                         states.fill(T::ZERO);
                         continue;
@@ -156,7 +156,7 @@ impl Ssd {
         for g in 0..s.groups {
             let width = s.group_heads(g) * s.head_dim;
             let x = &mut work[..len * width];
-            crate::par::simd(|| {
+            crate::par::simd!(|| {
                 s.gather(g, len, xbc, s.ld_xbc, s.x_off, x, |h, i| {
                     let segment = s.segment(h, len, segments);
                     segment.until_end(i) * segment.dt[i]
@@ -196,7 +196,7 @@ impl Ssd {
             for k in 0..heads {
                 let h = k * s.groups + g;
                 let segment = s.segment(h, len, segments);
-                crate::par::simd(|| {
+                crate::par::simd!(|| {
                     mixing(len, cb, segment, m);
                     for i in 0..len {
                         let x = &xbc[i * s.ld_xbc + s.x_off + h * p..][..p];

@@ -186,7 +186,7 @@ impl SsdShape {
         };
         let cut = |_: usize, block: usize| offset(block * rows / blocks);
         share(0..blocks, [carry, state], &cut, &|block, [carry, state]| {
-            crate::par::simd(|| {
+            crate::par::simd!(|| {
                 let mut at = 0;
                 for row in block * rows / blocks..(block + 1) * rows / blocks {
                     let g = row / self.state;
