@@ -40,6 +40,11 @@ impl Store {
         Ok(store)
     }
 
+    /// A folder that another run may be writing to: read only, nothing is cleaned.
+    pub fn existing(root: &Path) -> Store {
+        Store { root: root.to_path_buf() }
+    }
+
     /// The checkpoint that `latest` names; without `latest`, the one with most steps; `None` if there is none.
     pub fn latest(&self) -> Result<Option<PathBuf>> {
         let path = self.root.join(LATEST);

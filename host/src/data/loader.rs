@@ -88,6 +88,11 @@ impl Loader {
         &self.corpus
     }
 
+    /// Where the run began.
+    pub fn begin(&self) -> Position {
+        self.begin
+    }
+
     /// Micro-batches in a step, over all data-parallel ranks.
     pub fn micro_batches(&self) -> usize {
         self.global_batch_size / self.micro_batch_size

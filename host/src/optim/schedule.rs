@@ -194,6 +194,12 @@ mod tests {
     }
 
     #[test]
+    fn warmup_may_outlast_the_decay() {
+        let lr = LearningRate { decay_steps: 3, ..curve(ScheduleKind::Cosine, 5, WsdDecay::Linear) };
+        assert_eq!((lr.after(4), lr.after(5), lr.after(6)), (8e-4, 1e-3, 1e-4));
+    }
+
+    #[test]
     fn first_step_uses_the_value_before_any_step() {
         let weight_decay = WeightDecay { kind: WeightDecayKind::Constant, start: 0.1, end: 0.1, steps: 40 };
         let schedule = Schedule { lr: curve(ScheduleKind::Cosine, 5, WsdDecay::Linear), weight_decay };

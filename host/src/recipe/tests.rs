@@ -106,7 +106,10 @@ fn bad_text_is_refused_with_its_line(#[case] more: &str, #[case] sentence: &str)
 #[case("optimizer.lr=.nan", "`optimizer.lr` is `.nan`, expected a number")]
 #[case("optimizer.lr=null", "`optimizer.lr` is required and has no value")]
 #[case("optimizer.min_lr=1", "`optimizer.min_lr` is 1, expected 0 to 0.001")]
-#[case("schedule.warmup_steps=10", "`schedule.warmup_steps` (10) is not below the steps of the decay (10)")]
+#[case(
+    "schedule={warmup_steps: 9, decay_steps: 9}",
+    "`schedule.warmup_steps` (9) is not below `schedule.decay_steps` (9)"
+)]
 #[case("schedule.kind=wsd", "`schedule.wsd_decay_steps` is required with `schedule.kind: wsd`")]
 #[case("schedule.wsd_decay_steps=3", "`schedule.wsd_decay_steps` has no effect without `schedule.kind: wsd`")]
 #[case("schedule.weight_decay_start=0", "`schedule.weight_decay_start` has no effect")]

@@ -142,11 +142,12 @@ impl Check<'_> {
     fn schedule(&self, recipe: &Recipe) -> Result<()> {
         let schedule = &recipe.schedule;
         self.range("schedule.init_lr", schedule.init_lr, 0.0, recipe.optimizer.lr)?;
-        let decay = schedule.decay_steps.unwrap_or(recipe.train.steps);
+        // Without decay_steps the curve spans train.steps, however short a trial run makes that.
+        let decay = schedule.decay_steps.unwrap_or(u64::MAX);
         self.at_least_one("schedule.decay_steps", decay)?;
         let warmup = schedule.warmup_steps;
         self.ensure(warmup < decay, "schedule.warmup_steps", || {
-            format!("`schedule.warmup_steps` ({warmup}) is not below the steps of the decay ({decay})")
+            format!("`schedule.warmup_steps` ({warmup}) is not below `schedule.decay_steps` ({decay})")
         })?;
         match (schedule.kind, schedule.wsd_decay_steps) {
             (ScheduleKind::Wsd, None) => {
@@ -155,7 +156,7 @@ impl Check<'_> {
             }
             (ScheduleKind::Wsd, Some(steps)) => {
                 self.ensure((1..=decay).contains(&steps), "schedule.wsd_decay_steps", || {
-                    format!("`schedule.wsd_decay_steps` is {steps}, expected 1 to the steps of the decay ({decay})")
+                    format!("`schedule.wsd_decay_steps` is {steps}, expected 1 to `schedule.decay_steps` ({decay})")
                 })?;
             }
             (_, Some(_)) => {

@@ -1,0 +1,161 @@
+//! `metrics.jsonl`: one JSON object per step.
+
+use crate::failure::{Failure, Result};
+use serde::Serialize;
+use serde_json::{Map, Value};
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+/// A line of `metrics.jsonl`.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct StepMetrics {
+    /// From 1.
+    pub step: u64,
+    /// Cross entropy, nats per token.
+    pub lm_loss: f64,
+    /// What was minimised, per token.
+    pub loss: f64,
+    /// Global L2 norm before clipping.
+    pub grad_norm: f64,
+    pub lr: f64,
+    /// Tokens of this step.
+    pub tokens: u64,
+    pub tokens_per_second: f64,
+    /// Without checkpoints.
+    pub step_seconds: f64,
+    pub memory_peak_bytes: u64,
+    /// What the model reports besides, by name.
+    #[serde(flatten)]
+    pub more: Map<String, Value>,
+}
+
+/// Appends lines to `metrics.jsonl`.
+#[derive(Debug)]
+pub struct MetricsWriter {
+    path: PathBuf,
+    file: File,
+}
+
+impl MetricsWriter {
+    /// Opens the file, keeping lines of steps up to `finished_steps` only: what a killed run wrote after its newest
+    /// checkpoint is written again.
+    pub fn open(path: &Path, finished_steps: u64) -> Result<MetricsWriter> {
+        let cannot = |error: std::io::Error| Failure::data(format!("cannot write {}: {error}", path.display()));
+        let old = match std::fs::read(path) {
+            Ok(old) => old,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Vec::new(),
+            Err(error) => return Err(cannot(error)),
+        };
+        let kept: Vec<u8> = old
+            .split_inclusive(|&byte| byte == b'\n')
+            .filter(|line| keep(line, finished_steps))
+            .flatten()
+            .copied()
+            .collect();
+        if kept.len() < old.len() {
+            let new = path.with_extension("jsonl.new");
+            std::fs::write(&new, &kept).and_then(|()| std::fs::rename(&new, path)).map_err(cannot)?;
+        }
+        let file = OpenOptions::new().create(true).append(true).open(path).map_err(cannot)?;
+        Ok(MetricsWriter { path: path.to_path_buf(), file })
+    }
+
+    /// Writes a step's line.
+    pub fn write(&mut self, metrics: &StepMetrics) -> Result<()> {
+        let line = serde_json::to_string(metrics).map_err(|error| self.cannot(&error))?;
+        self.line(&line)
+    }
+
+    /// Writes the last line of a run that was stopped in `step`, e.g. why: `nan in loss`.
+    pub fn stopped(&mut self, step: u64, why: &str) -> Result<()> {
+        self.line(&serde_json::json!({"step": step, "stopped": why}).to_string())
+    }
+
+    fn line(&mut self, text: &str) -> Result<()> {
+        // One write, so that a killed process leaves a torn line at most at the end.
+        self.file.write_all(format!("{text}\n").as_bytes()).map_err(|error| self.cannot(&error))
+    }
+
+    fn cannot(&self, error: &dyn std::fmt::Display) -> Failure {
+        Failure::data(format!("cannot write {}: {error}", self.path.display()))
+    }
+}
+
+/// Whether a line is whole and of a step that is finished.
+fn keep(line: &[u8], finished_steps: u64) -> bool {
+    let whole = line.ends_with(b"\n");
+    let step = serde_json::from_slice::<Value>(line).ok().and_then(|value| value["step"].as_u64());
+    whole && step.is_some_and(|step| step <= finished_steps)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn metrics(step: u64) -> StepMetrics {
+        let mut more = Map::new();
+        more.insert("moe_aux_loss".into(), 0.25.into());
+        StepMetrics {
+            step,
+            lm_loss: 5.5,
+            loss: 5.75,
+            grad_norm: 1.0,
+            lr: 1e-3,
+            tokens: 2048,
+            tokens_per_second: 4096.0,
+            step_seconds: 0.5,
+            memory_peak_bytes: 1 << 20,
+            more,
+        }
+    }
+
+    #[test]
+    fn line_has_the_contract_keys_as_numbers() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        MetricsWriter::open(&path, 0).unwrap().write(&metrics(1)).unwrap();
+        let line: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
+        let keys = [
+            "step",
+            "lm_loss",
+            "loss",
+            "grad_norm",
+            "lr",
+            "tokens",
+            "tokens_per_second",
+            "step_seconds",
+            "memory_peak_bytes",
+            "moe_aux_loss",
+        ];
+        assert_eq!(line.as_object().unwrap().len(), keys.len());
+        assert!(keys.iter().all(|key| line[key].is_number()));
+    }
+
+    #[test]
+    fn resumed_run_rewrites_what_lies_after_the_checkpoint() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        let mut writer = MetricsWriter::open(&path, 0).unwrap();
+        for step in 1..=3 {
+            writer.write(&metrics(step)).unwrap();
+        }
+        writer.stopped(4, "nan in loss").unwrap();
+        writer.file.write_all(b"{\"step\": 2, \"lm").unwrap();
+        drop(writer);
+        let mut writer = MetricsWriter::open(&path, 2).unwrap();
+        writer.write(&metrics(3)).unwrap();
+        let text = std::fs::read_to_string(&path).unwrap();
+        let steps: Vec<u64> =
+            text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap()["step"].as_u64().unwrap()).collect();
+        assert_eq!(steps, [1, 2, 3]);
+        assert!(!text.contains("stopped"));
+    }
+
+    #[test]
+    fn unwritable_file_is_named() {
+        let failure = MetricsWriter::open(Path::new("/nowhere/metrics.jsonl"), 0).unwrap_err();
+        assert!(failure.sentence.starts_with("cannot write /nowhere/metrics.jsonl: "));
+        assert_eq!(failure.exit_status(), 4);
+    }
+}

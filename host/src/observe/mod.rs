@@ -1,0 +1,14 @@
+//! Observation: what a run tells while it runs.
+//!
+//! `logging.rs` sends tracing events to stderr and RUN/log.jsonl, `metrics.rs` writes RUN/metrics.jsonl, `progress.rs`
+//! shows where the run is, `memory.rs` reads the peak memory. Knows no model; nothing here changes the numbers of a run.
+
+mod logging;
+mod memory;
+mod metrics;
+mod progress;
+
+pub use logging::{FAILURE_TARGET, start_logging};
+pub use memory::peak_bytes;
+pub use metrics::{MetricsWriter, StepMetrics};
+pub use progress::Progress;

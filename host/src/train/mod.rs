@@ -1,0 +1,212 @@
+//! The training loop.
+//!
+//! ```text
+//! open run folder          lock, recipe.resolved.yaml, clean-up of torn saves
+//! open data                files -> tokens
+//! engine                   plugins, plan, parameters               (made by the caller)
+//! resume                   newest checkpoint -> parameters, optimizer, position, metrics cut to it
+//! for step in finished + 1 ..= last
+//!     hyper                learning rate, weight decay of the step
+//!     train_step           for each micro-batch: batch -> forward -> loss -> backward
+//!                          gradients finalised -> norm -> clip -> optimizer -> buffers
+//!     non-finite?          last line of metrics.jsonl, exit 5, nothing saved
+//!     metrics              metrics.jsonl, progress
+//!     checkpoint           every `checkpoint.every` steps, after the last one, and on a stop signal
+//!     stop signal?         leave, exit 0
+//! ```
+//!
+//! The loop knows steps, files and signals; what a step computes is the [`Engine`]'s. It keeps no state that a
+//! checkpoint does not hold, so a resumed run repeats an uninterrupted one bit by bit.
+
+mod folder;
+
+pub use folder::{Resume, RunFolder};
+
+use crate::checkpoint::{CheckpointReader, CheckpointWriter, Meta, PluginEntry};
+use crate::data::{Batch, Loader, Position};
+use crate::failure::{Failure, Result};
+use crate::observe::{MetricsWriter, Progress, StepMetrics, peak_bytes};
+use crate::optim::schedule::Schedule;
+use crate::recipe::Recipe;
+use serde_json::{Map, Value, json};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+/// What changes from step to step besides the data.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Hyper {
+    pub lr: f64,
+    pub weight_decay: f64,
+}
+
+/// What a step did.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct StepReport {
+    /// Sum of the cross entropy over tokens, nats.
+    pub loss_sum: f64,
+    /// Tokens whose loss counts.
+    pub tokens: u64,
+    /// What was minimised, per token.
+    pub objective: f64,
+    /// Global L2 norm of the gradients before clipping.
+    pub grad_norm: f64,
+    /// Further metrics by name.
+    pub metrics: Map<String, Value>,
+    /// Where the first NaN or infinity was seen, e.g. `loss of micro-batch 3`.
+    pub nonfinite: Option<String>,
+}
+
+/// Computes steps and owns everything they change.
+pub trait Engine {
+    /// One optimizer step. `batch` gives a micro-batch by its index within the step over all data-parallel ranks.
+    fn train_step(&mut self, step: u64, batch: &(dyn Fn(usize) -> Batch + Sync), hyper: Hyper) -> Result<StepReport>;
+    /// Writes all parameters, optimizer state and buffers; gives back what is no tensor.
+    fn save(&mut self, writer: &mut CheckpointWriter) -> Result<Value>;
+    /// Reads what [`Engine::save`] wrote.
+    fn load(&mut self, reader: &mut CheckpointReader) -> Result<()>;
+    /// The plugins in use, for the checkpoint's index.
+    fn plugins(&self) -> Vec<PluginEntry>;
+}
+
+/// How a run ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// All steps are done.
+    Finished,
+    /// A stop signal came; the checkpoint is saved.
+    Stopped,
+}
+
+/// Options of a run that are no part of its recipe.
+#[derive(Clone, Debug, Default)]
+pub struct Options {
+    pub resume: Resume,
+    /// Ends the run after this many steps in all; schedules still span `train.steps`.
+    pub last_step: Option<u64>,
+}
+
+/// Where a run begins: the data after the resumed position.
+pub struct Start {
+    pub loader: Loader,
+    pub checkpoint: Option<CheckpointReader>,
+}
+
+/// Opens the checkpoint to resume from, if any, and the data.
+pub fn start(recipe: &Recipe, folder: &RunFolder, options: &Options) -> Result<Start> {
+    let checkpoint = folder.checkpoint(&options.resume)?.map(|path| CheckpointReader::open(&path)).transpose()?;
+    let begin = checkpoint.as_ref().map_or(Position::default(), |reader| Position {
+        step: reader.index().step,
+        samples: reader.index().consumed_samples,
+    });
+    let loader = Loader::new(recipe, begin)?;
+    if let Some(reader) = &checkpoint {
+        let (then, now) = (&reader.index().extra["data"]["sha256"], &loader.corpus().summary().sha256);
+        if then != now {
+            tracing::warn!("the data is not what the checkpoint was trained on: samples repeat or go missing");
+        }
+    }
+    Ok(Start { loader, checkpoint })
+}
+
+/// Runs the loop until the last step or until `stop` is set.
+pub fn run(
+    recipe: &Recipe,
+    engine: &mut dyn Engine,
+    folder: &RunFolder,
+    start: Start,
+    options: &Options,
+    progress: &Progress,
+    stop: &AtomicBool,
+) -> Result<Outcome> {
+    let Start { loader, checkpoint } = start;
+    let begin = loader.begin();
+    if let Some(mut reader) = checkpoint {
+        engine.load(&mut reader)?;
+        tracing::info!("resumed from {}", reader.folder().display());
+        reader.finish(|_| false)?;
+    }
+    let schedule = Schedule::new(recipe);
+    let last = options.last_step.unwrap_or(recipe.train.steps);
+    let mut metrics = MetricsWriter::open(&folder.metrics(), begin.step)?;
+    let started = Instant::now();
+    progress.begin(begin.step, last);
+    if begin.step >= last {
+        tracing::info!("nothing to do: {} of {last} steps are done", begin.step);
+    }
+    for step in begin.step + 1..=last {
+        let (lr, weight_decay) = schedule.at_step(step);
+        let clock = Instant::now();
+        let report =
+            engine.train_step(step, &|micro_batch| loader.batch(step, micro_batch), Hyper { lr, weight_decay })?;
+        let seconds = clock.elapsed().as_secs_f64();
+        if let Some(place) = nonfinite(&report) {
+            metrics.stopped(step, &format!("nan in {place}"))?;
+            return Err(Failure::numerical(format!("step {step}: NaN or infinity in {place}"))
+                .detail(format!("learning rate {lr:e}, gradient norm {}", report.grad_norm))
+                .remedy(
+                    "resume from the newest checkpoint with a lower optimizer.lr or a longer schedule.warmup_steps",
+                ));
+        }
+        let line = step_metrics(step, lr, seconds, report);
+        metrics.write(&line)?;
+        let per_step = started.elapsed().as_secs_f64() / (step - begin.step) as f64;
+        progress.step(&line, last, per_step, recipe.train.log_every);
+        let stopping = stop.load(Ordering::Relaxed);
+        let due = recipe.checkpoint.every > 0 && step.is_multiple_of(recipe.checkpoint.every);
+        if due || stopping || step == last {
+            save(recipe, engine, folder, &loader, step)?;
+        }
+        if stopping {
+            progress.end();
+            tracing::info!("stopped by a signal after step {step}; the checkpoint is saved");
+            return Ok(Outcome::Stopped);
+        }
+    }
+    progress.end();
+    Ok(Outcome::Finished)
+}
+
+/// Where a report has a number that is none.
+fn nonfinite(report: &StepReport) -> Option<String> {
+    if report.nonfinite.is_some() {
+        return report.nonfinite.clone();
+    }
+    let numbers =
+        [("loss", report.loss_sum), ("minimised loss", report.objective), ("gradient norm", report.grad_norm)];
+    numbers.into_iter().find(|(_, value)| !value.is_finite()).map(|(name, _)| name.to_string())
+}
+
+fn step_metrics(step: u64, lr: f64, seconds: f64, report: StepReport) -> StepMetrics {
+    StepMetrics {
+        step,
+        lm_loss: report.loss_sum / report.tokens.max(1) as f64,
+        loss: report.objective,
+        grad_norm: report.grad_norm,
+        lr,
+        tokens: report.tokens,
+        tokens_per_second: report.tokens as f64 / seconds.max(f64::MIN_POSITIVE),
+        step_seconds: seconds,
+        memory_peak_bytes: peak_bytes(),
+        more: report.metrics,
+    }
+}
+
+fn save(recipe: &Recipe, engine: &mut dyn Engine, folder: &RunFolder, loader: &Loader, step: u64) -> Result<()> {
+    let clock = Instant::now();
+    let mut writer = folder.store().begin(step)?;
+    let state = engine.save(&mut writer)?;
+    let summary = loader.corpus().summary();
+    let data = json!({"sha256": summary.sha256, "documents": summary.documents, "tokens": summary.tokens});
+    let meta = Meta {
+        step,
+        consumed_samples: loader.position_after(step).samples,
+        plugins: engine.plugins(),
+        extra: json!({"engine": state, "data": data, "recipe": recipe.resolved_yaml()}),
+    };
+    let path = folder.store().commit(writer, meta, recipe.checkpoint.keep_last)?;
+    tracing::info!("saved {} in {:.2} s", path.display(), clock.elapsed().as_secs_f64());
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

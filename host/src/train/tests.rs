@@ -1,0 +1,142 @@
+//! The loop over a small engine: a table of token counts, wrong on purpose where a test asks for it.
+
+use super::*;
+use crate::checkpoint::{LogicalTensor, TensorData};
+use crate::recipe::Overrides;
+use std::path::Path;
+
+/// One weight per token; a step moves the weights of the tokens it sees, so that order, data and learning rate show.
+struct Counter {
+    weights: Vec<f64>,
+    micro_batches: usize,
+    nan_at: Option<u64>,
+    /// Sets the flag in this step, as a signal would.
+    stop_at: Option<u64>,
+    stop: &'static AtomicBool,
+}
+
+impl Engine for Counter {
+    fn train_step(&mut self, step: u64, batch: &(dyn Fn(usize) -> Batch + Sync), hyper: Hyper) -> Result<StepReport> {
+        let mut report = StepReport::default();
+        for micro_batch in 0..self.micro_batches {
+            let batch = batch(micro_batch);
+            for (&token, &label) in batch.tokens.iter().zip(&batch.labels) {
+                let weight = &mut self.weights[token as usize];
+                *weight += hyper.lr * (f64::from(label) - *weight * 0.3 - hyper.weight_decay);
+                report.loss_sum += *weight;
+                report.tokens += 1;
+            }
+        }
+        report.objective = report.loss_sum / report.tokens as f64;
+        report.grad_norm = 1.0;
+        report.nonfinite = (self.nan_at == Some(step)).then(|| "gradient of decoder.w".to_string());
+        if self.stop_at == Some(step) {
+            self.stop.store(true, Ordering::Relaxed);
+        }
+        Ok(report)
+    }
+
+    fn save(&mut self, writer: &mut CheckpointWriter) -> Result<Value> {
+        let data = TensorData::F64(self.weights.clone());
+        writer.add(LogicalTensor { name: "weights".into(), shape: vec![257], data })?;
+        Ok(json!({}))
+    }
+
+    fn load(&mut self, reader: &mut CheckpointReader) -> Result<()> {
+        self.weights = reader.take("weights", &[257])?.data.into_f64();
+        Ok(())
+    }
+
+    fn plugins(&self) -> Vec<PluginEntry> {
+        Vec::new()
+    }
+}
+
+fn recipe() -> Recipe {
+    let text = "name: t\nmodules: {lm: {provider: p}}\noptimizer: {lr: 1e-2}\n\
+                data: {synthetic: {vocab: 257, document_length: 20, tokens: 2000}}\n\
+                train: {steps: 10, seq_length: 16, micro_batch_size: 2, global_batch_size: 4}\n\
+                checkpoint: {every: 3}\n";
+    Recipe::parse(text, &Overrides::default()).unwrap()
+}
+
+fn train(root: &Path, options: Options, nan_at: Option<u64>, stop_at: Option<u64>) -> (Result<Outcome>, Vec<f64>) {
+    let recipe = recipe();
+    let stop: &'static AtomicBool = Box::leak(Box::default());
+    let folder = RunFolder::open(root, &recipe, &options.resume).unwrap();
+    let start = start(&recipe, &folder, &options).unwrap();
+    let mut engine = Counter { weights: vec![0.0; 257], micro_batches: 2, nan_at, stop_at, stop };
+    let outcome = run(&recipe, &mut engine, &folder, start, &options, &Progress::new(), stop);
+    (outcome, engine.weights)
+}
+
+/// (step, lm_loss) of every line; what depends on the clock is left out.
+fn losses(root: &Path) -> Vec<(u64, f64)> {
+    let text = std::fs::read_to_string(root.join("metrics.jsonl")).unwrap();
+    let parse = |line: &str| {
+        let value: Value = serde_json::from_str(line).unwrap();
+        (value["step"].as_u64().unwrap(), value["lm_loss"].as_f64().unwrap_or(f64::NAN))
+    };
+    text.lines().map(parse).collect()
+}
+
+#[test]
+fn resumed_run_repeats_an_uninterrupted_one() {
+    let (whole, parts) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let (outcome, expected) = train(whole.path(), Options::default(), None, None);
+    assert_eq!(outcome, Ok(Outcome::Finished));
+    // Stopped by the limit, by a signal, and by a NaN that the next run does not meet.
+    let limit = Options { last_step: Some(4), ..Default::default() };
+    assert_eq!(train(parts.path(), limit, None, None).0, Ok(Outcome::Finished));
+    assert_eq!(train(parts.path(), Options::default(), None, Some(5)).0, Ok(Outcome::Stopped));
+    assert!(train(parts.path(), Options::default(), Some(8), None).0.is_err());
+    let (outcome, weights) = train(parts.path(), Options::default(), None, None);
+    assert_eq!(outcome, Ok(Outcome::Finished));
+    assert_eq!(weights, expected);
+    assert_eq!(losses(parts.path()), losses(whole.path()));
+    assert_eq!(losses(whole.path()).len(), 10);
+}
+
+#[test]
+fn finished_run_has_nothing_to_do() {
+    let root = tempfile::tempdir().unwrap();
+    let (_, weights) = train(root.path(), Options::default(), None, None);
+    let before = losses(root.path());
+    assert_eq!(train(root.path(), Options::default(), None, None), (Ok(Outcome::Finished), weights));
+    assert_eq!(losses(root.path()), before);
+}
+
+#[test]
+fn nan_ends_the_run_with_a_last_line_and_no_checkpoint() {
+    let root = tempfile::tempdir().unwrap();
+    let failure = train(root.path(), Options::default(), Some(6), None).0.unwrap_err();
+    assert_eq!(failure.sentence, "step 6: NaN or infinity in gradient of decoder.w");
+    assert_eq!(failure.exit_status(), 5);
+    let text = std::fs::read_to_string(root.path().join("metrics.jsonl")).unwrap();
+    let last: Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();
+    assert_eq!(last, json!({"step": 6, "stopped": "nan in gradient of decoder.w"}));
+    assert_eq!(std::fs::read_to_string(root.path().join("checkpoints/latest")).unwrap(), "step-00000003\n");
+}
+
+#[test]
+fn checkpoints_come_as_often_as_asked_and_hold_the_recipe() {
+    let root = tempfile::tempdir().unwrap();
+    train(root.path(), Options::default(), None, None).0.unwrap();
+    let store = crate::checkpoint::Store::existing(&root.path().join("checkpoints"));
+    assert_eq!(store.complete().unwrap().iter().map(|(step, _)| *step).collect::<Vec<_>>(), [9, 10]);
+    let reader = CheckpointReader::open(&store.latest().unwrap().unwrap()).unwrap();
+    assert_eq!(reader.index().consumed_samples, 40);
+    let saved = reader.index().extra["recipe"].as_str().unwrap();
+    assert_eq!(Recipe::parse(saved, &Overrides::default()).unwrap().resolved_yaml(), saved);
+}
+
+#[test]
+fn another_run_continues_from_a_named_checkpoint() {
+    let (first, second) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let (_, expected) = train(first.path(), Options::default(), None, None);
+    for path in ["checkpoints/step-00000009", "checkpoints", ""] {
+        let options = Options { resume: Resume::Path(first.path().join(path)), last_step: None };
+        let (outcome, weights) = train(second.path(), options, None, None);
+        assert_eq!((outcome, &weights), (Ok(Outcome::Finished), &expected), "{path}");
+    }
+}
