@@ -6,8 +6,10 @@ use super::guard::{catch, install_quiet_hook, protect};
 use super::hello::NeededOperator;
 use super::tables::{HostTableRef, ParBody, PluginTable, PluginTableRef};
 use super::types::{Ctx, Object, Reply};
-use crate::plan::{MicroBatchInfo, ModelPlan, ProviderInfo, ProviderKind, Stage};
-use crate::sdk::{Configure, Cx, Elastifier, Error, HookEvent, Hooks, Module, Provider, Result, configure};
+use crate::plan::{AxisSetting, MicroBatchInfo, ModelPlan, ProviderInfo, ProviderKind, Stage};
+use crate::sdk::{
+    Configure, Cx, Elastifier, Error, HookEvent, Hooks, Module, Provider, Result, check_settings, configure,
+};
 use abi_stable::library::{__call_root_module_loader, RootModuleResult};
 use abi_stable::prefix_type::WithMetadata;
 use abi_stable::std_types::{RStr, RString};
@@ -179,7 +181,11 @@ extern "C" fn release(object: Object) -> Reply<()> {
 
 extern "C" fn provider_plan(object: Object) -> Reply<RString> {
     protect("plan", || match Held::of(object)? {
-        Held::Provider(p) => json_out(&p.plan()?),
+        Held::Provider(p) => {
+            let plan = p.plan()?;
+            plan.check()?;
+            json_out(&plan)
+        }
         _ => wrong_kind("a model provider"),
     })
 }
@@ -203,6 +209,11 @@ fn cx(ctx: Ctx) -> Result<Cx> {
     Ok(Cx::new(ctx, table))
 }
 
+fn settings_out(settings: &[AxisSetting]) -> Result<RString> {
+    check_settings(settings)?;
+    json_out(&settings)
+}
+
 fn with_elastifier(
     what: &str,
     object: Object,
@@ -224,12 +235,12 @@ extern "C" fn elastifier_plan(object: Object, target: RStr<'_>) -> Reply<RString
 
 extern "C" fn elastifier_begin(object: Object, info: RStr<'_>) -> Reply<RString> {
     with_elastifier("begin_micro_batch", object, |e| {
-        json_out(&e.begin_micro_batch(&json_in::<MicroBatchInfo>("micro-batch", info)?)?)
+        settings_out(&e.begin_micro_batch(&json_in::<MicroBatchInfo>("micro-batch", info)?)?)
     })
 }
 
 extern "C" fn elastifier_widths(object: Object, budget: f64) -> Reply<RString> {
-    with_elastifier("widths", object, |e| json_out(&e.widths(budget)?))
+    with_elastifier("widths", object, |e| settings_out(&e.widths(budget)?))
 }
 
 extern "C" fn hooks_event(object: Object, event: u32, ctx: Ctx, step: u64, json: RStr<'_>) -> Reply<RString> {

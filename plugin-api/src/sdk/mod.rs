@@ -5,6 +5,7 @@
 //! [`build`](Provider::build) one [`Module`] per pipeline stage chunk, and calls [`Module::forward`] once per new
 //! signature of shapes and axis states. `forward` records; the host executes.
 
+mod check;
 pub mod configure;
 pub mod cx;
 mod error;
@@ -13,6 +14,7 @@ pub mod services;
 mod tensor;
 mod traits;
 
+pub use check::check_settings;
 pub use configure::Configure;
 pub use cx::{BufferId, Cx, Operand, ParamId, Tensor};
 pub use error::{Error, ErrorKind, Result};

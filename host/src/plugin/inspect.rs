@@ -1,0 +1,57 @@
+//! A plugin's description: in this process, or through a child so that a crashing constructor is reported, not
+//! suffered.
+
+use super::{PluginError, PluginFile, PluginSet, Search};
+use gantry_plugin_api::plan::ProviderInfo;
+use serde::{Deserialize, Serialize};
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+/// What a plugin says of itself.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Inspection {
+    pub name: String,
+    pub version: String,
+    /// Plugin API it was built against, e.g. `1.0`.
+    pub api: String,
+    /// Compiler that built it.
+    pub rustc: String,
+    /// Names of the operators it cannot do without.
+    pub operators: Vec<String>,
+    pub providers: Vec<ProviderInfo>,
+}
+
+/// Loads the plugin into this process and describes it.
+pub fn inspect(file: &PluginFile, search: &Search) -> Result<Inspection, PluginError> {
+    search.verify(file)?;
+    let hello = gantry_plugin_api::abi::load::read_hello(&file.path)?;
+    let mut set = PluginSet::default();
+    // Verified above, under the conditions of this search.
+    set.add_file(&PluginFile { allow_writable: true, ..file.clone() })?;
+    let providers = set.plugins().iter().flat_map(|p| p.providers.clone()).collect();
+    Ok(Inspection {
+        name: hello.name,
+        version: hello.version,
+        api: format!("{}.{}", hello.api.0, hello.api.1),
+        rustc: hello.rustc,
+        operators: hello.operators.into_iter().map(|op| op.2).collect(),
+        providers,
+    })
+}
+
+/// Runs `command`, which is to write the [`Inspection`] of `path` to stdout as JSON, and reads it.
+pub fn inspect_in_child(path: &Path, command: &mut Command) -> Result<Inspection, PluginError> {
+    let failed = |cause: String| PluginError::Inspect { path: path.into(), cause };
+    let output = command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .output()
+        .map_err(|e| failed(e.to_string()))?;
+    if !output.status.success() {
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        let last = stderr.lines().map(str::trim).rfind(|l| !l.is_empty()).unwrap_or("it said nothing");
+        return Err(failed(format!("the child ended with {}: {last}", output.status)));
+    }
+    serde_json::from_slice(&output.stdout).map_err(|e| failed(format!("its description: {e}")))
+}
