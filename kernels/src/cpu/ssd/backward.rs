@@ -320,23 +320,24 @@ impl SsdBackward {
             below[..len].fill(T::ZERO);
             let mut from_state = T::ZERO;
             for i in (0..len).rev() {
-                let (high, low) = (segment.high[i], segment.low[i]);
-                let row = &mut v[i * len..][..len];
-                let (cb, k_row) = (&cb[i * len..][..len], &mut k_sum[i * len..][..len]);
-                let m = &mut m[i * len..][..len];
+                let (dt, high, low) = (&segment.dt[..=i], &segment.high[..=i], &segment.low[..=i]);
+                let (h, l) = (high[i], low[i]);
+                let row = &mut v[i * len..][..=i];
+                let (cb, k_row) = (&cb[i * len..][..=i], &mut k_sum[i * len..][..=i]);
+                let (m, unused) = m[i * len..][..len].split_at_mut(i + 1);
                 let decay = &mut decay[..=i];
-                for (decay, (&h, &l)) in decay.iter_mut().zip(segment.high.iter().zip(segment.low)) {
-                    *decay = ((high - h) + (low - l)).vexp();
+                for j in 0..decay.len() {
+                    decay[j] = ((h - high[j]) + (l - low[j])).vexp();
                 }
-                for j in 0..=i {
-                    let scaled = decay[j] * segment.dt[j];
+                for j in 0..row.len() {
+                    let scaled = decay[j] * dt[j];
                     k_row[j] += row[j] * scaled;
                     m[j] = cb[j] * scaled;
                     row[j] *= cb[j] * decay[j];
                 }
-                m[i + 1..].fill(T::ZERO);
-                for j in 0..i {
-                    below[j] += row[j];
+                unused.fill(T::ZERO);
+                for (sum, &v) in below[..i].iter_mut().zip(&*row) {
+                    *sum += v;
                 }
                 to_step[i] = row[i];
                 let (dy, cs) = (&dy[i * width + at..][..p], &cs[i * width + at..][..p]);

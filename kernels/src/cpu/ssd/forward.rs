@@ -224,12 +224,12 @@ impl Ssd {
 #[inline(always)]
 fn mixing<T: Real>(len: usize, cb: &[T], segment: Segment<'_, T>, m: &mut [T]) {
     for i in 0..len {
-        let (row, cb) = (&mut m[i * len..][..len], &cb[i * len..][..len]);
-        let (high, low) = (segment.high[i], segment.low[i]);
-        let (used, unused) = row.split_at_mut(i + 1);
-        for j in 0..=i {
-            let decay = ((high - segment.high[j]) + (low - segment.low[j])).vexp();
-            used[j] = cb[j] * decay * segment.dt[j];
+        let (used, unused) = m[i * len..][..len].split_at_mut(i + 1);
+        let cb = &cb[i * len..][..=i];
+        let (dt, high, low) = (&segment.dt[..=i], &segment.high[..=i], &segment.low[..=i]);
+        let (h, l) = (high[i], low[i]);
+        for j in 0..used.len() {
+            used[j] = cb[j] * ((h - high[j]) + (l - low[j])).vexp() * dt[j];
         }
         unused.fill(T::ZERO);
     }
