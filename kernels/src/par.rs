@@ -63,21 +63,24 @@ pub fn each(n: usize, f: impl Fn(usize) + Sync + Send) {
     }
 }
 
-/// Sum of `f(i)` over `0..n` in 16 running sums, so that it vectorises inside [`simd`].
+/// Dot product in 16 running sums, so that it vectorises inside [`simd`]; the longer one's rest is left out.
 #[inline(always)]
-pub fn lane_sum<T: crate::Real>(n: usize, f: impl Fn(usize) -> T) -> T {
+pub fn lane_dot<T: crate::Real>(a: &[T], b: &[T]) -> T {
     const LANES: usize = 16;
+    let n = a.len().min(b.len());
+    let (a, b) = (&a[..n], &b[..n]);
     let mut lanes = [T::ZERO; LANES];
-    let whole = n - n % LANES;
-    for i in (0..whole).step_by(LANES) {
-        for (l, lane) in lanes.iter_mut().enumerate() {
-            *lane += f(i + l);
+    let (a, b) = (a.chunks_exact(LANES), b.chunks_exact(LANES));
+    let mut rest = T::ZERO;
+    for (&x, &y) in a.remainder().iter().zip(b.remainder()) {
+        rest += x * y;
+    }
+    for (x, y) in a.zip(b) {
+        for ((lane, &x), &y) in lanes.iter_mut().zip(x).zip(y) {
+            *lane += x * y;
         }
     }
-    for i in whole..n {
-        lanes[i - whole] += f(i);
-    }
-    lanes.into_iter().sum()
+    rest + lanes.into_iter().sum()
 }
 
 /// Runs a closure with the widest vector instructions the machine has: `par::simd!(|| body)`.

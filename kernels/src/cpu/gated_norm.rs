@@ -11,7 +11,7 @@
 use crate::blocks::Blocks;
 use crate::kernel::{Args, Cost};
 use crate::kernels;
-use crate::par::lane_sum;
+use crate::par::lane_dot;
 use crate::real::Real;
 use rayon::prelude::*;
 
@@ -154,7 +154,7 @@ impl GatedNorm {
                 }
                 rstd.fill(T::ZERO);
                 for (r, part) in out.chunks(run).enumerate() {
-                    rstd[r % groups] += lane_sum(run, |c| part[c] * part[c]);
+                    rstd[r % groups] += lane_dot(part, part);
                 }
                 rstd.iter_mut().for_each(|v| *v = T::ONE / (*v * inverse + eps).sqrt());
                 for (r, (part, w)) in out.chunks_mut(run).zip(weight_s.chunks(run)).enumerate() {
@@ -183,9 +183,10 @@ impl GatedNormBackward {
         Cost::new(24.0 * n, 5.0 * n)
     }
 
-    /// Per block: partial dweight / s [D], sigmoid(z) of one token [D], means of one token [G].
+    /// Per block: partial dweight / s [D], sigmoid(z) and a product of one token [D] each, means
+    /// of one token [G].
     fn block_work(&self) -> usize {
-        2 * self.shape.channels() + self.shape.groups
+        3 * self.shape.channels() + self.shape.groups
     }
 
     fn blocks(&self) -> usize {
@@ -255,7 +256,8 @@ impl GatedNormBackward {
         let (d, groups, run) = (shape.channels(), shape.groups, shape.run());
         let inverse = T::of(1.0 / shape.group_width as f64);
         let (partial, work) = work.split_at_mut(d);
-        let (gate, mean) = work.split_at_mut(d);
+        let (gate, work) = work.split_at_mut(d);
+        let (product, mean) = work.split_at_mut(d);
         partial.fill(T::ZERO);
         for (i, (dy, dz)) in dy.chunks_mut(self.ld_dy).zip(dz.chunks_mut(self.ld_dz)).enumerate() {
             let t = first + i;
@@ -269,11 +271,11 @@ impl GatedNormBackward {
             // mean of n * dn over the group, n the normalised value and dn its gradient: both gate orders have the
             // same product y * silu(z) * dout * w * s in it.
             mean.fill(T::ZERO);
-            for r in 0..d / run {
-                let at = r * run;
-                let (y, z, dout) = (&y[at..at + run], &z[at..at + run], &dout[at..at + run]);
-                let (gate, w) = (&gate[at..at + run], &weight_s[at..at + run]);
-                mean[r % groups] += lane_sum(run, |c| y[c] * (z[c] * gate[c]) * (dout[c] * w[c]));
+            for c in 0..d {
+                product[c] = y[c] * (z[c] * gate[c]) * dout[c];
+            }
+            for (r, (product, w)) in product.chunks(run).zip(weight_s.chunks(run)).enumerate() {
+                mean[r % groups] += lane_dot(product, w);
             }
             mean.iter_mut().zip(rstd).for_each(|(m, &rstd)| *m *= rstd * inverse);
             for r in 0..d / run {

@@ -14,7 +14,7 @@ use super::{SsdShape, Table, share};
 use crate::cpu::gemm_call::{Mat, matmul};
 use crate::kernel::{Args, Cost};
 use crate::kernels;
-use crate::par::lane_sum;
+use crate::par::lane_dot;
 use crate::real::Real;
 
 /// Backward. ins: xbc [T, ld_xbc], dt [T, H], a_log [H], d [H], dt_bias [H], states [`SsdShape::states_len`], dy
@@ -284,7 +284,7 @@ impl SsdBackward {
         for n in 0..self.shape.state {
             let at = (n * heads + k) * p;
             let (a, b) = (&a[at..at + p], &b[at..at + p]);
-            sum += lane_sum(p, |i| a[i] * b[i]);
+            sum += lane_dot(a, b);
         }
         sum
     }
@@ -341,8 +341,8 @@ impl SsdBackward {
                 }
                 to_step[i] = row[i];
                 let (dy, cs) = (&dy[i * width + at..][..p], &cs[i * width + at..][..p]);
-                from_state += segment.since_start(i) * lane_sum(p, |j| dy[j] * cs[j]);
-                to_decay[i] = lane_sum(i, |j| below[j] * segment.dt[j]) + from_state;
+                from_state += segment.since_start(i) * lane_dot(dy, cs);
+                to_decay[i] = lane_dot(&below[..i], dt) + from_state;
             }
         });
         let dx = &mut grads.dxbc[s.x_off + head.h * p..];
@@ -359,8 +359,8 @@ impl SsdBackward {
                 for j in 0..p {
                     dx[j] += scale * be[j] + params.d[head.h] * dy[j];
                 }
-                to_d += lane_sum(p, |j| dy[j] * x[j]);
-                let ended = to_end * lane_sum(p, |j| x[j] * be[j]);
+                to_d += lane_dot(dy, x);
+                let ended = to_end * lane_dot(x, be);
                 to_decay[i] += to_end_sum;
                 to_end_sum += segment.dt[i] * ended;
                 to_step[i] += below[i] + ended;
