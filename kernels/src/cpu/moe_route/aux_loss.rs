@@ -5,6 +5,8 @@
 //!   balance  = E / (K T^2) sum_e (sum_t n_te) (sum_t r_te)      (Fedus et al. 2021; Megatron-LM `aux_loss`)
 //!   sequence = the same for every sequence over its own T_g tokens, averaged over sequences   (`seq_aux_loss`)
 //!   z        = 1/T sum_t logsumexp(l_t)^2                        (Zoph et al. 2022)
+//! With `mean_length` every sequence's sum is over the mean of the T_g instead, as Megatron-LM has it; it differs when
+//! padding or packing makes sequences unequal.
 //! loss = c_balance balance + c_sequence sequence + c_z z. Gradients go through n and the logsumexp; r is a count.
 //!
 //! Sums over tokens may be spread over ranks, so the work is split: [`RouterStats`] gives the sums, which the host may
@@ -37,6 +39,8 @@ pub struct RouterLossShape {
     /// G: sequences that cu_seqlens lists, empty ones included, when statistics are kept per sequence; without, one
     /// group of all tokens, for which `sequence` equals `balance`.
     pub sequences: Option<usize>,
+    /// Divide each sequence's balance by the mean number of tokens of a sequence, not by its own.
+    pub mean_length: bool,
     /// Whether there is an operand mask.
     pub mask: bool,
 }
@@ -188,6 +192,11 @@ fn totals<T: Real>(s: &RouterLossShape, stats: &[T]) -> (f64, f64) {
     tokens.fold((0.0, 0.0), |(sum, n), t| (sum + t, n + f64::from(u8::from(t > 0.0))))
 }
 
+/// Tokens that a group's balance is divided by the square of.
+fn length<T: Real>(s: &RouterLossShape, group: &[T], (tokens, groups): (f64, f64)) -> f64 {
+    if s.mean_length { tokens / groups } else { group[2 * s.experts].to_f64().max(1.0) }
+}
+
 impl RouterLoss {
     fn cost(&self) -> Cost {
         let stats = (self.shape.groups() * self.shape.width()) as f64;
@@ -207,7 +216,7 @@ impl RouterLoss {
             for e in 0..s.active {
                 let (mut n, mut r) = (0.0, 0.0);
                 for g in rows().filter(|g| g[2 * s.experts] > T::ZERO) {
-                    let (n_g, r_g, t_g) = (g[e].to_f64(), g[s.experts + e].to_f64(), g[2 * s.experts].to_f64());
+                    let (n_g, r_g, t_g) = (g[e].to_f64(), g[s.experts + e].to_f64(), length(s, g, (tokens, groups)));
                     n += n_g;
                     r += r_g;
                     values[1] += factor / (t_g * t_g) * n_g * r_g / groups;
@@ -279,7 +288,7 @@ impl RouterLossBackward {
             let all: f64 = rows().map(|g| g[s.experts + e].to_f64()).sum();
             let balance = self.coefficients[0] * factor / (tokens * tokens) * all;
             for (d, g) in d_n.chunks_exact_mut(s.active).zip(rows()) {
-                let t = g[2 * s.experts].to_f64().max(1.0);
+                let t = length(s, g, (tokens, groups));
                 let sequence = self.coefficients[1] * factor / (groups * t * t) * g[s.experts + e].to_f64();
                 d[e] = T::of(balance + sequence);
             }

@@ -166,7 +166,17 @@ const COEFFICIENTS: [f64; 3] = [0.7, 0.4, 0.2];
 
 fn losses(score: Score, per_sequence: bool) -> RouterLossShape {
     let sequences = per_sequence.then_some(5);
-    RouterLossShape { tokens: 150, experts: 6, active: 5, k: 2, ld: 7, score, sequences, mask: false }
+    RouterLossShape {
+        tokens: 150,
+        experts: 6,
+        active: 5,
+        k: 2,
+        ld: 7,
+        score,
+        sequences,
+        mean_length: false,
+        mask: false,
+    }
 }
 
 fn stats(s: RouterLossShape, logits: &[f64], cu: &[i32], mask: &[i32]) -> Vec<f64> {
@@ -205,15 +215,22 @@ fn balance(s: &RouterLossShape, logits: &[f64], keep: &[usize]) -> (f64, f64) {
 }
 
 #[rstest]
-fn losses_are_the_formulas(#[values(0, 1)] score: usize, #[values(true, false)] mask_on: bool) {
+fn losses_are_the_formulas(
+    #[values(0, 1)] score: usize,
+    #[values(true, false)] mask_on: bool,
+    #[values(true, false)] mean_length: bool,
+) {
     let (s, mask) = masked(losses(SCORES[score], true), mask_on);
+    let s = RouterLossShape { mean_length, ..s };
     let logits = normal(5, s.tokens * s.ld);
     let got = loss_of(s, &stats(s, &logits, &CU, &mask));
     let kept = |a: i32, b: i32| (a as usize..b as usize).filter(|&t| mask[t] == 0).collect::<Vec<_>>();
     let all = kept(0, 150);
     let (aux, z) = balance(&s, &logits, &all);
     let groups: Vec<Vec<usize>> = CU.windows(2).map(|w| kept(w[0], w[1])).filter(|g| !g.is_empty()).collect();
-    let seq = groups.iter().map(|g| balance(&s, &logits, g).0).sum::<f64>() / groups.len() as f64;
+    let mean = all.len() as f64 / groups.len() as f64;
+    let weight = |g: &[usize]| if mean_length { (g.len() as f64 / mean).powi(2) } else { 1.0 };
+    let seq = groups.iter().map(|g| weight(g) * balance(&s, &logits, g).0).sum::<f64>() / groups.len() as f64;
     let expect = [aux, seq, z / all.len() as f64];
     assert!(relative_l2(&got[1], &expect) < 1e-13, "{:?} {expect:?}", got[1]);
     let total: f64 = expect.iter().zip(COEFFICIENTS).map(|(a, b)| a * b).sum();
@@ -230,6 +247,7 @@ fn loss_gradient_is_the_derivative(
     #[values(true, false)] mask_on: bool,
 ) {
     let (s, mask) = masked(losses(SCORES[score], per_sequence), mask_on);
+    let s = RouterLossShape { mean_length: score == 1, ..s };
     let logits = normal(5, s.tokens * s.ld);
     let sums = stats(s, &logits, &CU, &mask);
     let back = |acc: bool| {
