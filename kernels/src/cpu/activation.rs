@@ -1,6 +1,7 @@
 //! Activations, optionally times a weight per row (a router's weight of an expert's token); the gated one is in `swiglu`.
 //!
-//! y[t, c] = act(x[t, c]) w[t]. Backward recomputes from x; nothing is saved.
+//! y[t, c] = act(x[t, c]) w[t]. Backward recomputes from x; nothing is saved. Loops are `for` loops: the closure of a
+//! `for_each` with so much inside is not inlined, and then not vectorised.
 //!
 //! Kinds: squared ReLU (So et al. 2021, "Primer"), GELU in its tanh form (Hendrycks and Gimpel 2016), SiLU, ReLU, leaky
 //! ReLU. At zero ReLU's derivative is 0 and leaky ReLU's is the slope.
@@ -152,10 +153,16 @@ impl Activation {
             |t, y| {
                 let x = &x[t * self.ld_x..][..self.cols];
                 match weight {
-                    None => y.iter_mut().zip(x).for_each(|(y, &x)| *y = f.value(x)),
+                    None => {
+                        for (y, &x) in y.iter_mut().zip(x) {
+                            *y = f.value(x);
+                        }
+                    }
                     Some(weight) => {
                         let w = weight[t];
-                        y.iter_mut().zip(x).for_each(|(y, &x)| *y = f.value(x) * w);
+                        for (y, &x) in y.iter_mut().zip(x) {
+                            *y = f.value(x) * w;
+                        }
                     }
                 }
             },
@@ -222,11 +229,9 @@ impl ActivationBackward {
                 #[inline(always)]
                 |t, dx| {
                     let (dy, x) = (&dy[t * self.ld_dy..][..cols], &x[t * self.ld_x..][..cols]);
-                    let both = dy.iter().zip(x);
-                    if self.acc {
-                        dx.iter_mut().zip(both).for_each(|(dx, (&dy, &x))| *dx += dy * f.both(x).1);
-                    } else {
-                        dx.iter_mut().zip(both).for_each(|(dx, (&dy, &x))| *dx = dy * f.both(x).1);
+                    for ((dx, &dy), &x) in dx.iter_mut().zip(dy).zip(x) {
+                        let old = if self.acc { *dx } else { T::ZERO };
+                        *dx = old + dy * f.both(x).1;
                     }
                 },
             );

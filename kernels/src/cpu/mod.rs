@@ -20,6 +20,7 @@ pub mod kl;
 pub mod lanes;
 pub mod layer_norm;
 pub mod mask;
+pub mod mask_mul;
 pub mod moe_permute;
 pub mod moe_route;
 pub mod optimizer;
