@@ -66,6 +66,12 @@ impl Failure {
         self
     }
 
+    /// The same failure with `place` in front of its sentence.
+    pub fn at(mut self, place: impl fmt::Display) -> Failure {
+        self.sentence = format!("{place}: {}", self.sentence);
+        self
+    }
+
     /// Sets the last line: what to do.
     pub fn remedy(mut self, line: impl Into<String>) -> Failure {
         self.remedy = Some(line.into());

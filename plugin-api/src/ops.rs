@@ -309,7 +309,7 @@ pub enum Role {
     Embedding = 0,
     /// Residual stream as a layer takes it, before its norm.
     MixerInput = 1,
-    /// Output of a mixer's first projection (in_proj, qkv, fc1).
+    /// Output of a mixer's first projection (in_proj).
     InProjection = 2,
     Convolution = 3,
     /// Output of the scan or of attention, before the output projection.
@@ -328,10 +328,12 @@ pub enum Role {
     /// Hidden channels of an MLP, after its function.
     FfnHidden = 12,
     FinalNorm = 13,
+    /// q, k and v of an attention layer. Heads are masked at [`Role::MixerCore`], where masking is exact.
+    AttentionProjection = 14,
 }
 
 impl Role {
-    pub const ALL: [Role; 14] = [
+    pub const ALL: [Role; 15] = [
         Role::Embedding,
         Role::MixerInput,
         Role::InProjection,
@@ -346,6 +348,7 @@ impl Role {
         Role::SharedExpertHidden,
         Role::FfnHidden,
         Role::FinalNorm,
+        Role::AttentionProjection,
     ];
 
     pub fn from_u32(n: u32) -> Option<Role> {
