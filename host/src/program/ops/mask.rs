@@ -10,7 +10,8 @@ use crate::program::graph::ValueId;
 use crate::program::recorder::Recorder;
 use crate::program::states::{Place, StateKey, input_name};
 use gantry_kernels::cpu::elementwise::{Dot, Scale};
-use gantry_kernels::cpu::mask::{Axis, AxisMask, AxisMaskBackward, MaskKind, MaskMul, MaskMulBackward, MaskSegment};
+use gantry_kernels::cpu::mask::{Axis, AxisMask, AxisMaskBackward, MaskKind};
+use gantry_kernels::cpu::mask_mul::{MaskMul, MaskMulBackward, MaskSegment};
 use gantry_plugin_api::ops::Role;
 
 /// Values that a masked axis gives to operators.
