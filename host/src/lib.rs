@@ -1,12 +1,15 @@
 //! Gantry: a large-model trainer whose models are plugins.
 
-pub mod failure;
-pub mod optim;
-#[allow(dead_code)] // until the loop that reads every key is in place
-pub mod recipe;
-
+pub mod checkpoint;
 pub mod comm;
+pub mod data;
 pub mod error;
+pub mod failure;
 pub mod mesh;
 pub mod model;
+pub mod observe;
+pub mod optim;
 pub mod program;
+#[allow(dead_code)] // until the loop that reads every key is in place
+pub mod recipe;
+pub mod train;
