@@ -6,8 +6,10 @@ use crate::failure::{Failure, Result};
 use memmap2::Mmap;
 use rayon::prelude::*;
 use safetensors::SafeTensors;
+use safetensors::tensor::Metadata;
 use sha2::{Digest, Sha256};
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 /// An open, verified checkpoint.
@@ -16,8 +18,17 @@ pub struct CheckpointReader {
     folder: PathBuf,
     index: Index,
     maps: BTreeMap<String, Mmap>,
-    by_name: HashMap<String, usize>,
+    by_name: HashMap<String, Place>,
     taken: HashSet<String>,
+}
+
+/// Where a tensor is.
+#[derive(Debug)]
+struct Place {
+    /// Index into the index's list.
+    entry: usize,
+    /// Bytes of its shard.
+    bytes: Range<usize>,
 }
 
 impl CheckpointReader {
@@ -29,14 +40,9 @@ impl CheckpointReader {
             .par_iter()
             .map(|(file, entry)| Ok((file.clone(), open_shard(folder, file, entry.bytes, &entry.sha256)?)))
             .collect::<Result<BTreeMap<_, _>>>()?;
-        let reader = CheckpointReader {
-            folder: folder.to_path_buf(),
-            by_name: index.tensors.iter().enumerate().map(|(i, tensor)| (tensor.name.clone(), i)).collect(),
-            index,
-            maps,
-            taken: HashSet::new(),
-        };
-        reader.check_headers()?;
+        let (folder, by_name, taken) = (folder.to_path_buf(), HashMap::new(), HashSet::new());
+        let mut reader = CheckpointReader { folder, index, maps, by_name, taken };
+        reader.by_name = reader.check_headers()?;
         Ok(reader)
     }
 
@@ -50,7 +56,7 @@ impl CheckpointReader {
 
     /// Name, shape and type of a tensor, if the checkpoint has it.
     pub fn entry(&self, name: &str) -> Option<&TensorEntry> {
-        self.by_name.get(name).map(|&i| &self.index.tensors[i])
+        self.by_name.get(name).map(|place| &self.index.tensors[place.entry])
     }
 
     /// Reads a tensor that must have `shape`. Each tensor can be taken once.
@@ -88,56 +94,59 @@ impl CheckpointReader {
         Failure::data(format!("checkpoint {}: {what}", self.folder.display()))
     }
 
-    fn header(&self, file: &str) -> Result<SafeTensors<'_>> {
-        let bytes = self.maps.get(file).ok_or_else(|| self.refuse(format!("index.json does not list file {file}")))?;
-        SafeTensors::deserialize(bytes).map_err(|error| self.refuse(format!("{file} is no safetensors file: {error}")))
+    fn bytes(&self, file: &str) -> Result<&[u8]> {
+        let map = self.maps.get(file).ok_or_else(|| self.refuse(format!("index.json does not list file {file}")))?;
+        Ok(map)
     }
 
     fn read(&self, entry: &TensorEntry) -> Result<LogicalTensor> {
-        let shard = self.header(&entry.file)?;
-        let view = shard
-            .tensor(&entry.name)
-            .map_err(|error| self.refuse(format!("{}: tensor {}: {error}", entry.file, entry.name)))?;
-        let data = TensorData::from_bytes(&entry.dtype, view.data())
+        let bytes = self.by_name.get(&entry.name).and_then(|place| {
+            let shard = self.maps.get(&entry.file)?;
+            shard.get(place.bytes.clone())
+        });
+        let data = TensorData::from_bytes(&entry.dtype, bytes.unwrap_or_default())
             .ok_or_else(|| self.refuse(format!("tensor {} has unknown type {}", entry.name, entry.dtype)))?;
         Ok(LogicalTensor { name: entry.name.clone(), shape: entry.shape.clone(), data })
     }
 
-    /// The index and the shards must list the same tensors, once each.
-    fn check_headers(&self) -> Result<()> {
-        if self.by_name.len() != self.index.tensors.len() {
-            return Err(self.refuse("index.json lists a tensor twice".into()));
+    /// Finds every tensor of the index. The index and the shards must list the same ones, once each.
+    fn check_headers(&self) -> Result<HashMap<String, Place>> {
+        let mut headers: BTreeMap<&str, (usize, Metadata)> = BTreeMap::new();
+        for file in self.maps.keys() {
+            let (header_bytes, header) = SafeTensors::read_metadata(self.bytes(file)?)
+                .map_err(|error| self.refuse(format!("{file} is no safetensors file: {error}")))?;
+            // The header follows its length, 8 bytes.
+            headers.insert(file, (8 + header_bytes, header));
         }
+        let mut places = HashMap::new();
         let mut listed: HashMap<&str, usize> = HashMap::new();
-        let mut shards: HashMap<&str, SafeTensors<'_>> = HashMap::new();
-        for entry in &self.index.tensors {
-            let file = entry.file.as_str();
-            if !shards.contains_key(file) {
-                shards.insert(file, self.header(file)?);
-            }
-            let found = shards[file]
-                .tensor(&entry.name)
-                .map_err(|_| self.refuse(format!("tensor {} is not in {file}", entry.name)))?;
-            let dtype = found.dtype().to_string();
-            if found.shape() != entry.shape || dtype != entry.dtype {
+        for (index, entry) in self.index.tensors.iter().enumerate() {
+            let (name, file) = (&entry.name, entry.file.as_str());
+            self.bytes(file)?;
+            let found = headers.get(file).and_then(|(begin, header)| Some((begin, header.info(name)?)));
+            let Some((begin, found)) = found else {
+                return Err(self.refuse(format!("tensor {name} is not in {file}")));
+            };
+            let dtype = found.dtype.to_string();
+            if found.shape != entry.shape || dtype != entry.dtype {
                 return Err(self.refuse(format!(
-                    "tensor {}: index.json says {} {:?}, {file} holds {dtype} {:?}",
-                    entry.name,
-                    entry.dtype,
-                    entry.shape,
-                    found.shape()
+                    "tensor {name}: index.json says {} {:?}, {file} holds {dtype} {:?}",
+                    entry.dtype, entry.shape, found.shape
                 )));
+            }
+            let bytes = begin + found.data_offsets.0..begin + found.data_offsets.1;
+            if places.insert(name.clone(), Place { entry: index, bytes }).is_some() {
+                return Err(self.refuse(format!("index.json lists tensor {name} twice")));
             }
             *listed.entry(file).or_default() += 1;
         }
-        for file in self.index.files.keys() {
-            let held = self.header(file)?.len();
-            let listed = listed.get(file.as_str()).copied().unwrap_or(0);
+        for (file, (_, header)) in &headers {
+            let (held, listed) = (header.tensors().len(), listed.get(file).copied().unwrap_or(0));
             if held != listed {
                 return Err(self.refuse(format!("{file} holds {held} tensors, index.json lists {listed}")));
             }
         }
-        Ok(())
+        Ok(places)
     }
 }
 

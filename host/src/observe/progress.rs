@@ -38,8 +38,9 @@ impl Progress {
         self.bar.set_position(finished);
     }
 
-    /// Shows a finished step. `seconds_per_step`: mean since the start, checkpoints included.
-    pub fn step(&self, metrics: &StepMetrics, total: u64, seconds_per_step: f64, log_every: u64) {
+    /// Shows a finished step, as a log line too if `logged`. `seconds_per_step`: mean since the start, checkpoints
+    /// included.
+    pub fn step(&self, metrics: &StepMetrics, total: u64, seconds_per_step: f64, logged: bool) {
         let step = metrics.step;
         let left = seconds_per_step * total.saturating_sub(step) as f64;
         let line = format!(
@@ -50,7 +51,7 @@ impl Progress {
             thousands(metrics.tokens_per_second),
             duration(left)
         );
-        if step.is_multiple_of(log_every) || step == total {
+        if logged {
             tracing::info!("step {step}/{total}  {line}");
         }
         self.bar.set_position(step);

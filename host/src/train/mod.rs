@@ -150,7 +150,8 @@ pub fn run(
         let line = step_metrics(step, lr, seconds, report);
         metrics.write(&line)?;
         let per_step = started.elapsed().as_secs_f64() / (step - begin.step) as f64;
-        progress.step(&line, last, per_step, recipe.train.log_every);
+        let logged = step.is_multiple_of(recipe.train.log_every) || step == begin.step + 1 || step == last;
+        progress.step(&line, last, per_step, logged);
         let stopping = stop.load(Ordering::Relaxed);
         let due = recipe.checkpoint.every > 0 && step.is_multiple_of(recipe.checkpoint.every);
         if due || stopping || step == last {
