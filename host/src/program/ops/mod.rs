@@ -4,10 +4,14 @@
 //! brings its inputs into the placement it needs, appends kernels, and puts its backward rule on the tape. Values say
 //! where they are: `seq` rows spread over tp, `partial` a sum not yet taken, dimensions spread by their segments.
 
+pub mod activation;
 pub mod arith;
+pub mod embedding;
+pub mod layer_norm;
 pub mod linear;
 pub mod mask;
 pub mod rms_norm;
+pub mod row_scale;
 pub mod shape;
 
 use super::graph::ValueId;
@@ -48,7 +52,16 @@ impl<A: Op> HostOp for Typed<A> {
 }
 
 /// Every operator, in the order of their files.
-static OPERATORS: &[&[&dyn HostOp]] = &[arith::OPS, linear::OPS, rms_norm::OPS, shape::OPS];
+static OPERATORS: &[&[&dyn HostOp]] = &[
+    activation::OPS,
+    arith::OPS,
+    embedding::OPS,
+    layer_norm::OPS,
+    linear::OPS,
+    rms_norm::OPS,
+    row_scale::OPS,
+    shape::OPS,
+];
 
 /// The operator with this stable number.
 pub fn find(id: u32) -> Option<&'static dyn HostOp> {
