@@ -8,3 +8,6 @@ pub mod abi;
 pub mod ops;
 pub mod plan;
 pub mod sdk;
+
+/// For `#[derive(JsonSchema)]` on configs, so that a provider needs no dependency of its own.
+pub use schemars;

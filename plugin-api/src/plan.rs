@@ -123,7 +123,8 @@ pub struct Param {
     /// Shape in checkpoints where it has extra unit dimensions, e.g. conv1d weights [channels, 1, width].
     #[serde(default)]
     pub export_shape: Option<Vec<usize>>,
-    /// Name in Hugging Face folders, if it differs; `{axis}` as in `name`.
+    /// Name in Hugging Face folders, if it differs; `{axis}` as in `name`. `{part}` means that each named part of the
+    /// leading dimension is a tensor there, all units of a repetition one after the other, e.g. `mixer.{part}_proj.weight`.
     #[serde(default)]
     pub hf_name: Option<String>,
 }
@@ -174,6 +175,9 @@ pub struct Buffer {
     /// What the host does with it once per optimizer step.
     #[serde(default)]
     pub update: BufferUpdate,
+    /// Name in Hugging Face folders, if it differs.
+    #[serde(default)]
+    pub hf_name: Option<String>,
 }
 
 /// Update of a buffer after each optimizer step.

@@ -179,7 +179,7 @@ impl ParamTable {
             });
         }
         for (index, buffer) in plan.buffers.iter().enumerate() {
-            let Buffer { name, block, dims, init, update } = buffer;
+            let Buffer { name, block, dims, init, update, .. } = buffer;
             if !(stage.begin..stage.end).contains(block) {
                 continue;
             }

@@ -8,6 +8,7 @@
 mod check;
 pub mod configure;
 pub mod cx;
+mod declare;
 mod error;
 pub mod operators;
 pub mod services;
