@@ -254,7 +254,7 @@ pub struct Stage {
 }
 
 /// The state an elastifier gives one axis for one micro-batch.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum AxisState {
@@ -277,7 +277,7 @@ pub enum AxisState {
 
 /// State of one axis, on one layer or on all. On the axis `depth`, whose unit is the layer itself, `Hard`/`Slice` with
 /// `n` = 0 skips the layer, and `Soft` with choices [1, 0] multiplies its residual branch by p[0].
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 pub struct AxisSetting {
     pub axis: String,
     #[serde(default)]

@@ -1,0 +1,2 @@
+pub mod plugins;
+pub mod test_host;

@@ -8,6 +8,7 @@ use super::hello::{
 };
 use super::host::host_table;
 use super::tables::{LAYOUT_HASH, PluginTableRef};
+use super::torn::torn;
 use crate::sdk::Error;
 use abi_stable::library::{AbiHeaderRef, LibraryError};
 use std::fmt;
@@ -164,6 +165,11 @@ fn open(path: &Path) -> Result<&'static libloading::Library, LoadError> {
     let failed = |cause: String| LoadError::Open { path: path.into(), cause };
     // `dlopen` looks elsewhere for a bare name; a path it takes as it is.
     let full = path.canonicalize().map_err(|e| failed(e.to_string()))?;
+    if let Some((there, promised)) = torn(&full).map_err(|e| failed(e.to_string()))? {
+        return Err(failed(format!(
+            "the file is cut short: {there} of {promised} bytes are there; build or copy it again"
+        )));
+    }
     // SAFETY: runs the library's initialisers. Rust libraries have none but those of std; others are the user's choice,
     // and `inspect` opens unknown files in a child process.
     let library = unsafe { libloading::Library::new(&full) }.map_err(|e| {

@@ -22,6 +22,8 @@ pub mod layout;
 pub mod load;
 pub mod plugin;
 pub mod tables;
+#[cfg(feature = "host")]
+mod torn;
 pub mod types;
 
 /// For the expansion of `export_plugin!` only.
