@@ -108,8 +108,17 @@ impl OpTest {
 
     /// Gradients of inputs, parameters and state numbers against central differences, on up to 40 elements of each.
     pub fn check_gradients(&self) {
+        self.differences(|_| true);
+    }
+
+    /// As [`OpTest::check_gradients`], of these inputs and parameters alone: others may be held fixed by the operator.
+    pub fn check_gradients_of(&self, names: &[&str]) {
+        self.differences(|name| names.contains(&name));
+    }
+
+    fn differences(&self, wanted: impl Fn(&str) -> bool) {
         let base = self.run(Grid::SINGLE);
-        for name in base.keys().filter(|name| name.starts_with("d.")) {
+        for name in base.keys().filter(|name| name.strip_prefix("d.").is_some_and(&wanted)) {
             let grad = &base[name];
             let scale = grad.iter().fold(1e-3f64, |m, g| m.max(g.abs()));
             let what = &name[2..];

@@ -25,7 +25,11 @@ pub struct Dropout {
     pub p: f64,
     pub seed: u64,
     pub stream: u32,
-    /// Channels of the unsharded activation.
+    /// Index of the first row among the tokens that begin at token_offset.
+    pub first_row: usize,
+    /// Global index of channel 0 of part 0: where this segment of the channels begins.
+    pub first_channel: usize,
+    /// Channels of the whole activation.
     pub cols_global: usize,
     /// Channels are dealt out in runs of `unit`: run i lives on part i % `parts` as its run i / `parts`.
     pub parts: usize,
@@ -47,7 +51,7 @@ impl Dropout {
     fn run<T: Real>(&self, args: Args<'_, T>) {
         let x = args.ins[0];
         let stream = Stream::new(self.seed, self.stream, args.ints[0][0] as u32);
-        let offset = u64::from(args.ints[1][0] as u32);
+        let offset = u64::from(args.ints[1][0] as u32) + self.first_row as u64;
         let threshold = (self.p * 4_294_967_296.0) as u64;
         let factor = if self.p < 1.0 { T::of(1.0 / (1.0 - self.p)) } else { T::ZERO };
         let unit = self.unit.max(1);
@@ -58,7 +62,7 @@ impl Dropout {
                 let start = (offset + (first + i) as u64) * self.cols_global as u64;
                 let (mut drawn, mut words) = (u64::MAX, [0; 4]);
                 for (run, (x, y)) in x.chunks(unit).zip(y[..self.cols].chunks_mut(unit)).enumerate() {
-                    let channel = ((run * self.parts + self.part) * unit) as u64;
+                    let channel = (self.first_channel + (run * self.parts + self.part) * unit) as u64;
                     for ((&x, y), e) in x.iter().zip(y).zip(start + channel..) {
                         if e / 4 != drawn {
                             drawn = e / 4;
@@ -90,6 +94,8 @@ mod tests {
             p,
             seed: 9,
             stream: 4,
+            first_row: 0,
+            first_channel: 0,
             cols_global: C,
             parts: 1,
             part: 0,
@@ -121,6 +127,16 @@ mod tests {
         let y = run(&whole(0.4), x.clone(), vec![f64::NAN; T * C], 3, 0);
         let tail = Dropout { tokens: T - 13, ..whole(0.4) };
         assert_eq!(run(&tail, x[13 * C..].to_vec(), vec![0.0; (T - 13) * C], 3, 13), y[13 * C..]);
+        let lower = Dropout { first_row: 13, ..tail };
+        assert_eq!(run(&lower, x[13 * C..].to_vec(), vec![0.0; (T - 13) * C], 3, 0), y[13 * C..]);
+        // Two segments of channels, 5 and the rest.
+        for (first_channel, cols) in [(0, 5), (5, C - 5)] {
+            let segment = Dropout { first_channel, cols, unit: 1, ..whole(0.4) };
+            let windows = run(&segment, x[first_channel..].to_vec(), vec![0.0; span(T, C, cols)], 3, 0);
+            for (w, y) in windows.chunks(C).zip(y.chunks(C)) {
+                assert_eq!(w[..cols], y[first_channel..][..cols]);
+            }
+        }
         for unit in [1, 3, 4] {
             for part in 0..2 {
                 let channels: Vec<usize> = (0..C).filter(|c| c / unit % 2 == part).collect();

@@ -6,13 +6,20 @@
 
 pub mod activation;
 pub mod arith;
+pub mod dropout;
 pub mod embedding;
+pub mod gather_rows;
 pub mod layer_norm;
 pub mod linear;
+pub mod lm_loss;
 pub mod mask;
+pub mod reduce;
 pub mod rms_norm;
 pub mod row_scale;
+pub mod rows;
 pub mod shape;
+pub mod softmax;
+pub mod token_losses;
 
 use super::graph::ValueId;
 use super::recorder::Recorder;
@@ -55,12 +62,17 @@ impl<A: Op> HostOp for Typed<A> {
 static OPERATORS: &[&[&dyn HostOp]] = &[
     activation::OPS,
     arith::OPS,
+    dropout::OPS,
     embedding::OPS,
+    gather_rows::OPS,
     layer_norm::OPS,
     linear::OPS,
+    reduce::OPS,
     rms_norm::OPS,
     row_scale::OPS,
     shape::OPS,
+    softmax::OPS,
+    token_losses::OPS,
 ];
 
 /// The operator with this stable number.
