@@ -90,8 +90,11 @@ mod tests {
                 forward: Box::new(|cx, inputs| {
                     let index = cx.int_input("index", 6)?;
                     let table = cx.param_value(0)?;
-                    let mut outputs = record(cx, GatherRows {}, &[inputs[0], index])?.to_vec();
-                    outputs.extend(record(cx, GatherRows {}, &[table, index])?);
+                    // Twice each, so that gradients add.
+                    let mut outputs = vec![];
+                    for x in [inputs[0], table, inputs[0], table] {
+                        outputs.extend(record(cx, GatherRows {}, &[x, index])?);
+                    }
                     Ok(outputs)
                 }),
             }
