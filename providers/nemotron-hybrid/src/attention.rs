@@ -1,0 +1,93 @@
+//! `*`: grouped-query attention, causal within each sequence; no positions unless rotary ones are asked for.
+
+use crate::config::{Config, PositionEmbedding, divides, needed, positive, within};
+use crate::declare::{BlockDeclaration, hidden};
+use crate::pattern::LayerKind;
+use gantry_plugin_api::ops::{self, Role, Rope};
+use gantry_plugin_api::plan::{Axis, Layout};
+use gantry_plugin_api::sdk::{Cx, Error, ParamId, Result, Tensor};
+
+/// Sizes of attention layers.
+#[derive(Clone, Debug)]
+pub struct Sizes {
+    heads: usize,
+    groups: usize,
+    head_dim: usize,
+    rope: Option<Rope>,
+}
+
+impl Sizes {
+    pub fn new(config: &Config) -> Result<Sizes> {
+        let heads = needed(config.num_attention_heads, "num_attention_heads", LayerKind::Attention)?;
+        let groups = positive(config.num_query_groups.unwrap_or(heads), "num_query_groups")?;
+        divides(("num_query_groups", groups), ("num_attention_heads", heads))?;
+        if config.kv_channels.is_none() && !config.hidden_size.is_multiple_of(heads) {
+            return Err(Error::config(format!(
+                "config.num_attention_heads = {heads} does not divide hidden_size = {}; \
+                 set kv_channels, the channels of a head",
+                config.hidden_size
+            )));
+        }
+        let head_dim = positive(config.kv_channels.unwrap_or(config.hidden_size / heads), "kv_channels")?;
+        let rope = match config.position_embedding_type {
+            PositionEmbedding::None => None,
+            PositionEmbedding::Rope => Some(rope(config, head_dim)?),
+        };
+        Ok(Sizes { heads, groups, head_dim, rope })
+    }
+
+    pub fn axes(&self) -> [Axis; 2] {
+        [
+            Axis::new("kv_groups", self.groups).tensor_parallel(),
+            Axis::new("attention_heads", self.heads).grouped_by("kv_groups").tensor_parallel().elastic_per_layer(),
+        ]
+    }
+
+    pub fn declare(&self, b: &mut BlockDeclaration<'_>) -> Attention {
+        let queries = || Layout::axis("attention_heads", self.head_dim);
+        let head = || Layout::Fixed(self.head_dim);
+        let qkv = Layout::repeat("kv_groups", Layout::seq([("q", queries()), ("k", head()), ("v", head())]));
+        let (normal, scaled) = (b.normal(), b.scaled());
+        Attention {
+            norm: b.norm("self_attention.linear_qkv.layer_norm_weight", "norm.weight"),
+            qkv: b.param("self_attention.linear_qkv.weight", "mixer.{part}_proj.weight", [qkv, hidden()], normal),
+            proj: b.param("self_attention.linear_proj.weight", "mixer.o_proj.weight", [hidden(), queries()], scaled),
+            rope: self.rope.clone(),
+        }
+    }
+}
+
+fn rope(config: &Config, head_dim: usize) -> Result<Rope> {
+    let percent = within(config.rotary_percent, "rotary_percent", f64::MIN_POSITIVE..=1.0)?;
+    let turned = (head_dim as f64 * percent) as usize;
+    if turned == 0 || turned % 2 != 0 {
+        return Err(Error::config(format!(
+            "config.rotary_percent = {percent} of a head's {head_dim} channels are {turned}; rotary positions turn \
+             pairs of channels, so choose a part that is even"
+        )));
+    }
+    Ok(Rope { theta: config.rotary_base, rotary_dim: turned as u64, ..Rope::default() })
+}
+
+/// Parameters of an attention layer.
+#[derive(Clone, Debug)]
+pub struct Attention {
+    norm: ParamId,
+    qkv: ParamId,
+    proj: ParamId,
+    rope: Option<Rope>,
+}
+
+impl Attention {
+    /// What the layer adds to the residual stream: x [tokens, hidden] to [tokens, hidden].
+    pub fn forward(&self, cx: &Cx, x: Tensor, eps: f64) -> Result<Tensor> {
+        let h = cx.rms_norm("self_attention.linear_qkv.norm", x, self.norm, eps)?;
+        let qkv = cx.linear("self_attention.linear_qkv", h, self.qkv)?;
+        let mut qkv = cx.role(Role::AttentionProjection, qkv)?;
+        if let Some(rope) = &self.rope {
+            qkv = cx.rope("self_attention.rope", qkv, rope.clone())?;
+        }
+        let heads = cx.attention("self_attention.core_attention", qkv, ops::Attention::default())?;
+        cx.linear("self_attention.linear_proj", cx.role(Role::MixerCore, heads)?, self.proj)
+    }
+}
