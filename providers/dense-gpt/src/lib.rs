@@ -143,18 +143,17 @@ impl DenseGpt {
     fn declare(&self) -> (ModelPlan, Blocks) {
         let Config { num_layers, num_attention_heads: heads, hidden_size, ffn_hidden_size, vocab_size, .. } =
             self.config;
-        let mut plan = ModelPlan::default();
-
         // Axes give dimensions their meaning. From `tensor_parallel` follows how parameters are cut over ranks, from
         // `elastic` that the model can be trained at several widths at once. The host stores heads so that the first n
         // of all groups come first; checkpoints keep the order declared below.
-        plan.axes = vec![
+        let axes = vec![
             Axis::new("hidden", hidden_size).elastic(),
             Axis::new("kv_groups", self.groups).tensor_parallel(),
             Axis::new("attention_heads", heads).grouped_by("kv_groups").tensor_parallel().elastic_per_layer(),
             Axis::new("ffn", ffn_hidden_size).tensor_parallel().elastic_per_layer(),
             Axis::new("vocab", vocab_size).tensor_parallel(),
         ];
+        let mut plan = ModelPlan { axes, ..ModelPlan::default() };
         let hidden = || Layout::axis("hidden", 1);
         let vocab = || Layout::axis("vocab", 1);
         let ffn = || Layout::axis("ffn", 1);
