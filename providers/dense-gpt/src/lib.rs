@@ -108,7 +108,7 @@ impl Configure for DenseGpt {
             )));
         }
         let head_dim = config.kv_channels.unwrap_or(hidden / heads);
-        if head_dim % 2 != 0 {
+        if !head_dim.is_multiple_of(2) {
             return Err(Error::config(format!(
                 "config.kv_channels is {head_dim}; rotary positions turn pairs of channels, so it must be even"
             )));

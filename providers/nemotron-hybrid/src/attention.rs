@@ -60,7 +60,7 @@ impl Sizes {
 fn rope(config: &Config, head_dim: usize) -> Result<Rope> {
     let percent = within(config.rotary_percent, "rotary_percent", f64::MIN_POSITIVE..=1.0)?;
     let turned = (head_dim as f64 * percent) as usize;
-    if turned == 0 || turned % 2 != 0 {
+    if turned == 0 || !turned.is_multiple_of(2) {
         return Err(Error::config(format!(
             "config.rotary_percent = {percent} of a head's {head_dim} channels are {turned}; rotary positions turn \
              pairs of channels, so choose a part that is even"
