@@ -6,9 +6,12 @@
 
 pub mod activation;
 pub mod arith;
+pub mod causal_conv1d;
 pub mod dropout;
 pub mod embedding;
+pub mod gated_norm;
 pub mod gather_rows;
+mod heads;
 pub mod layer_norm;
 pub mod linear;
 pub mod lm_loss;
@@ -19,6 +22,7 @@ pub mod row_scale;
 pub mod rows;
 pub mod shape;
 pub mod softmax;
+pub mod ssd_scan;
 pub mod token_losses;
 
 use super::graph::ValueId;
@@ -62,8 +66,10 @@ impl<A: Op> HostOp for Typed<A> {
 static OPERATORS: &[&[&dyn HostOp]] = &[
     activation::OPS,
     arith::OPS,
+    causal_conv1d::OPS,
     dropout::OPS,
     embedding::OPS,
+    gated_norm::OPS,
     gather_rows::OPS,
     layer_norm::OPS,
     linear::OPS,
@@ -72,6 +78,7 @@ static OPERATORS: &[&[&dyn HostOp]] = &[
     row_scale::OPS,
     shape::OPS,
     softmax::OPS,
+    ssd_scan::OPS,
     token_losses::OPS,
 ];
 

@@ -55,9 +55,11 @@ pub struct SsdShape {
 const MAX_LEAVES: usize = 64;
 
 impl SsdShape {
-    /// Upper bound of the number of chunks for any cu_seqlens of this length: T / Q + S.
+    /// Upper bound of the number of chunks for any cu_seqlens of this length: with S' = min(S, T) sequences that are not
+    /// empty, S' + (T - S') / Q.
     pub fn max_chunks(&self) -> usize {
-        self.tokens / self.chunk + self.sequences
+        let sequences = self.sequences.min(self.tokens);
+        sequences + (self.tokens - sequences) / self.chunk
     }
 
     /// Elements of one state of all heads, H * N * P.

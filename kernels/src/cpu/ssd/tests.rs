@@ -385,3 +385,13 @@ fn time(kernel: &dyn Kernel, call: &Call) -> f64 {
     }
     best
 }
+
+#[test]
+fn the_bound_of_chunks_is_reached_and_holds() {
+    let p = problem(&[0, 1, 2, 11, 11], (1, 1, 1, 1), 4);
+    let (_, _, call) = forward(&p);
+    assert_eq!((call.int_outs[0][0], p.shape.max_chunks()), (5, 5));
+    let p = problem(&[0, 0, 1, 1, 2], (1, 1, 1, 1), 64);
+    let (_, _, call) = forward(&p);
+    assert_eq!((call.int_outs[0][0], p.shape.max_chunks()), (2, 2));
+}
