@@ -88,6 +88,7 @@ impl Backward for ConvGrad {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::mesh::Grid;
     use crate::program::ops::shape;
     use crate::program::testing::{Input, OpTest, axis};
     use gantry_plugin_api::plan::{AxisSetting, AxisState, Layout};
@@ -136,8 +137,16 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "a convolution takes identity or silu")]
     fn other_functions_are_refused() {
-        channels(true, Act::Relu, vec![]).check_gradients();
+        let mut test = channels(true, Act::Silu, vec![]);
+        test.forward = Box::new(|cx, inputs| {
+            let (w, b) = (cx.param_value(0)?, cx.param_value(1)?);
+            let error = record(cx, CausalConv1d { act: Act::Relu }, &[inputs[0], w, b]).unwrap_err().to_string();
+            assert!(error.contains("takes identity or silu"), "{error}");
+            let error = record(cx, CausalConv1d::default(), &[inputs[0], w, b]).unwrap_err().to_string();
+            assert!(error.contains("must be made of the same axes"), "{error}");
+            Ok(vec![inputs[0]])
+        });
+        test.run(Grid::SINGLE);
     }
 }
