@@ -9,7 +9,9 @@ pub mod mesh;
 pub mod model;
 pub mod observe;
 pub mod optim;
+pub mod plugin;
 pub mod program;
 #[allow(dead_code)] // until the loop that reads every key is in place
 pub mod recipe;
+pub mod schedule;
 pub mod train;

@@ -1,2 +1,3 @@
+pub mod layouts;
 pub mod plugins;
 pub mod test_host;

@@ -51,13 +51,8 @@ pub fn group<T: Real>(name: &str, size: usize, timeout: Duration) -> Vec<ThreadG
         .map(|_| Slot { here: false, what: "", real: Vec::new(), int: Vec::new(), wide: Vec::new() })
         .collect();
     let state = State { round: 0, arrived: 0, left: 0, slots, mail: HashMap::new(), broken: None };
-    let shared = Arc::new(Shared {
-        name: name.into(),
-        size,
-        timeout,
-        state: Mutex::new(state),
-        changed: Condvar::new(),
-    });
+    let shared =
+        Arc::new(Shared { name: name.into(), size, timeout, state: Mutex::new(state), changed: Condvar::new() });
     (0..size).map(|rank| ThreadGroup { rank, shared: shared.clone() }).collect()
 }
 
@@ -258,8 +253,7 @@ impl<T: Real> Group<T> for ThreadGroup<T> {
 
     fn recv(&self, from: usize, x: &mut [T]) -> Result<()> {
         let key = (from, self.rank);
-        let mut state =
-            self.wait(self.lock(), "recv", |s| s.mail.get(&key).is_some_and(|queue| !queue.is_empty()))?;
+        let mut state = self.wait(self.lock(), "recv", |s| s.mail.get(&key).is_some_and(|queue| !queue.is_empty()))?;
         let message = state.mail.get_mut(&key).and_then(VecDeque::pop_front).unwrap_or_default();
         self.check_len("recv", message.len(), x.len())?;
         x.copy_from_slice(&message);
@@ -316,9 +310,14 @@ mod tests {
 
     #[test]
     fn different_operations_and_lengths_are_refused() {
-        let results = run(2, 5.0, |g| {
-            if g.rank() == 0 { g.all_reduce(&mut [1.0]) } else { g.all_gather(&[1.0], &mut [0.0, 0.0]) }
-        });
+        let results =
+            run(
+                2,
+                5.0,
+                |g| {
+                    if g.rank() == 0 { g.all_reduce(&mut [1.0]) } else { g.all_gather(&[1.0], &mut [0.0, 0.0]) }
+                },
+            );
         assert!(results.iter().any(|r| r.as_ref().is_err_and(|e| e.sentence.contains("all_gather"))));
         let results = run(2, 5.0, |g| g.all_reduce(&mut vec![1.0; 1 + g.rank()]));
         assert!(results.iter().any(Result::is_err));

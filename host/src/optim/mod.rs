@@ -1,5 +1,7 @@
 //! Optimization: what changes from step to step.
 //!
-//! `schedule.rs` gives the learning rate and weight decay of a step from the recipe alone.
+//! `schedule.rs` gives the learning rate and weight decay of a step from the recipe alone; `update.rs` finalises
+//! gradients, clips and applies Adam to a rank's flat parameters.
 
 pub mod schedule;
+pub mod update;

@@ -23,5 +23,6 @@ pub mod watch;
 pub use error::PluginError;
 pub use find::{PluginFile, Search};
 pub use instance::{ElastifierInstance, HooksInstance, ModelProvider, ModelStage};
+pub use purity::check_pure;
 pub use registry::PluginSet;
 pub use services::log_event;

@@ -458,16 +458,8 @@ impl Backprop<'_> {
 pub fn copy(g: &mut Graph, src: ValueId, dst: ValueId, acc: bool) {
     let (s, d) = (g.value(src), g.value(dst));
     debug_assert_eq!((s.rows, s.cols), (d.rows, d.cols), "copy of {} to {}", s.text(), d.text());
-    let kernel = Scale {
-        rows: s.rows,
-        cols: s.cols,
-        ld_x: s.ld,
-        ld_y: d.ld,
-        factor: 1.0,
-        scalar: false,
-        acc,
-        in_place: false,
-    };
+    let kernel =
+        Scale { rows: s.rows, cols: s.cols, ld_x: s.ld, ld_y: d.ld, factor: 1.0, scalar: false, acc, in_place: false };
     g.emit(kernel, &[src], &[dst], &[], &[]);
 }
 

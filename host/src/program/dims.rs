@@ -97,9 +97,11 @@ impl Dim {
     /// Same axes, widths and shards, segment by segment (names may differ).
     pub fn same_structure(&self, other: &Dim) -> bool {
         self.segs.len() == other.segs.len()
-            && self.segs.iter().zip(&other.segs).all(|(a, b)| {
-                a.axis == b.axis && a.units == b.units && a.unit == b.unit && a.parts == b.parts
-            })
+            && self
+                .segs
+                .iter()
+                .zip(&other.segs)
+                .all(|(a, b)| a.axis == b.axis && a.units == b.units && a.unit == b.unit && a.parts == b.parts)
     }
 }
 

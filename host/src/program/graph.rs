@@ -126,8 +126,20 @@ pub enum Collective {
 /// What a step does.
 #[derive(Clone, Debug)]
 pub enum Action {
-    Launch { kernel: Arc<dyn Kernel>, ins: Operands, outs: Operands, ints: Operands, int_outs: Operands, work: Option<StorageId> },
-    Collective { kind: Collective, src: Operand, dst: Operand, len: usize },
+    Launch {
+        kernel: Arc<dyn Kernel>,
+        ins: Operands,
+        outs: Operands,
+        ints: Operands,
+        int_outs: Operands,
+        work: Option<StorageId>,
+    },
+    Collective {
+        kind: Collective,
+        src: Operand,
+        dst: Operand,
+        len: usize,
+    },
 }
 
 /// One entry of the record.

@@ -350,7 +350,9 @@ impl<'m> Recorder<'m> {
     pub fn finish(&mut self) -> Result<()> {
         if self.open.len() != 1 {
             let path = self.g.regions[self.g.region as usize].path.clone();
-            return Err(Error::plugin(format!("forward ended inside region {path:?}; every region_begin needs its end")));
+            return Err(Error::plugin(format!(
+                "forward ended inside region {path:?}; every region_begin needs its end"
+            )));
         }
         self.g.forward_steps = self.g.steps.len();
         Ok(())
@@ -375,11 +377,15 @@ impl HostCalls for Recorder<'_> {
         };
         if call.version > op.version() {
             return Err(self
-                .error(format!("operator {} version {} is newer than this host's {}", op.name(), call.version, op.version()))
+                .error(format!(
+                    "operator {} version {} is newer than this host's {}",
+                    op.name(),
+                    call.version,
+                    op.version()
+                ))
                 .into());
         }
-        let inputs =
-            call.inputs.iter().map(|&t| self.resolve(t)).collect::<Result<SmallVec<[ValueId; 8]>>>()?;
+        let inputs = call.inputs.iter().map(|&t| self.resolve(t)).collect::<Result<SmallVec<[ValueId; 8]>>>()?;
         let results = op.record(self, call.attrs, &inputs).map_err(|e| {
             let shapes: Vec<String> = inputs.iter().map(|&id| self.g.value(id).text()).collect();
             e.detail(format!("operator {} on {}", op.name(), shapes.join(", ")))
@@ -490,7 +496,9 @@ impl HostCalls for Recorder<'_> {
         };
         let wants = if decl.kind == PortKind::LanguageModel { 2 } else { 1 };
         if tensors.len() != wants {
-            return Err(self.error(format!("output port {port:?} takes {wants} tensors, got {}", tensors.len())).into());
+            return Err(self
+                .error(format!("output port {port:?} takes {wants} tensors, got {}", tensors.len()))
+                .into());
         }
         let ids = tensors.iter().map(|&t| self.resolve(t)).collect::<Result<SmallVec<[ValueId; 2]>>>()?;
         if self.g.outputs.insert(port.into(), ids).is_some() {
@@ -502,7 +510,9 @@ impl HostCalls for Recorder<'_> {
     fn metric(&mut self, name: &str, tensor: TensorRef) -> sdk::Result<()> {
         let id = self.resolve(tensor)?;
         if self.g.value(id).len() != 1 {
-            return Err(self.error(format!("metric {name:?} must have one element, not {}", self.g.value(id).text())).into());
+            return Err(self
+                .error(format!("metric {name:?} must have one element, not {}", self.g.value(id).text()))
+                .into());
         }
         self.g.pin(id);
         self.g.metrics.push((name.into(), id));

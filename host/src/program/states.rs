@@ -100,13 +100,17 @@ fn places(plan: &ModelPlan, layers: &[usize], setting: &AxisSetting) -> Result<(
     };
     let Axis { elastic, per_layer, size, .. } = plan.axes[index];
     if !elastic {
-        return Err(Error::plugin(format!("the elastifier sets axis {name:?}, which the model does not declare elastic")));
+        return Err(Error::plugin(format!(
+            "the elastifier sets axis {name:?}, which the model does not declare elastic"
+        )));
     }
     let key = |layer| Place::Axis(AxisKey { axis: index as u16, layer });
     if per_layer {
         Ok((on.into_iter().map(|layer| key(Some(layer as u16))).collect(), size))
     } else if layer.is_some() {
-        Err(Error::plugin(format!("axis {name:?} has one width for all layers, but the elastifier sets it on one layer")))
+        Err(Error::plugin(format!(
+            "axis {name:?} has one width for all layers, but the elastifier sets it on one layer"
+        )))
     } else {
         Ok((vec![key(None)], size))
     }
@@ -116,7 +120,10 @@ fn places(plan: &ModelPlan, layers: &[usize], setting: &AxisSetting) -> Result<(
 fn key(setting: &AxisSetting, size: usize) -> Result<(Option<StateKey>, Option<Vec<f64>>)> {
     let depth = setting.axis == DEPTH;
     let bad = |n: usize| {
-        Error::plugin(format!("the elastifier sets axis {:?} to {n} units; it has {size} and needs at least one", setting.axis))
+        Error::plugin(format!(
+            "the elastifier sets axis {:?} to {n} units; it has {size} and needs at least one",
+            setting.axis
+        ))
     };
     let check = |n: usize| if n > size || (n == 0 && !depth) { Err(bad(n)) } else { Ok(()) };
     match &setting.state {

@@ -237,13 +237,12 @@ impl OpTest {
                 seeds.push((y, seed));
             }
         }
-        let state_inputs: Vec<(String, ValueId)> = cx
-            .g
-            .inputs
-            .iter()
-            .filter(|(name, _)| name.starts_with("state."))
-            .map(|(name, id)| (name.clone(), *id))
-            .collect();
+        let state_inputs: Vec<(String, ValueId)> =
+            cx.g.inputs
+                .iter()
+                .filter(|(name, _)| name.starts_with("state."))
+                .map(|(name, id)| (name.clone(), *id))
+                .collect();
         let state_ids: Vec<ValueId> = state_inputs.iter().map(|(_, id)| *id).collect();
         let wanted: Vec<ValueId> = inputs.iter().copied().chain(state_ids.iter().copied()).collect();
         let grads = backprop::append(&mut cx.g, &seeds, &wanted)?;

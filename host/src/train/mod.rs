@@ -18,7 +18,11 @@
 //! The loop knows steps, files and signals; what a step computes is the [`Engine`]'s. It keeps no state that a
 //! checkpoint does not hold, so a resumed run repeats an uninterrupted one bit by bit.
 
+pub mod engine;
 mod folder;
+pub mod rank;
+pub mod record;
+pub mod team;
 
 pub use folder::{Resume, RunFolder};
 

@@ -1,0 +1,213 @@
+//! From a recipe to an engine: the team of ranks that the loop drives.
+
+use super::team::{ElasticSpec, Kind, Team, TeamSpec};
+use super::{Engine, Hyper, StepReport};
+use crate::checkpoint::{CheckpointReader, CheckpointWriter, LogicalTensor, PluginEntry};
+use crate::data::Batch;
+use crate::error::{Error, Result};
+use crate::mesh::Grid;
+use crate::optim::update::{AdamConfig, StepHyper};
+use crate::plugin::PluginSet;
+use crate::recipe::{OptimizerKind, Precision, Recipe};
+use gantry_kernels::Element;
+use serde_json::{Value, json};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Everything a recipe says about its module's team, for `ranks` ranks (default: as many as the grid states).
+pub fn spec(recipe: &Recipe, plugins: PluginSet, ranks: Option<usize>) -> Result<TeamSpec> {
+    let modules: Vec<_> = recipe.modules.iter().collect();
+    let [(name, module)] = modules.as_slice() else {
+        return Err(Error::recipe(format!(
+            "the recipe has {} modules; this version trains exactly one",
+            modules.len()
+        )));
+    };
+    let grid = &module.grid;
+    let unsupported = [("cp", grid.cp, 1), ("ep", grid.ep, 1), ("offset", grid.offset, 0)];
+    if let Some((key, value, only)) = unsupported.into_iter().find(|(_, value, only)| value != only) {
+        return Err(Error::recipe(format!("modules.{name}.grid.{key} is {value}; this version supports {only} only")));
+    }
+    if let Some(etp) = grid.etp.filter(|&etp| etp != grid.tp) {
+        return Err(Error::recipe(format!(
+            "modules.{name}.grid.etp is {etp}; this version supports etp = tp = {} only",
+            grid.tp
+        )));
+    }
+    let of_one = grid.tp * grid.pp;
+    let dp = match (grid.dp, ranks) {
+        (Some(dp), _) => dp,
+        (None, None) => 1,
+        (None, Some(ranks)) => ranks / of_one.max(1),
+    };
+    let built = Grid { tp: grid.tp, dp, pp: grid.pp, sequence_parallel: grid.sequence_parallel };
+    if let Some(ranks) = ranks.filter(|&ranks| ranks != built.ranks()) {
+        return Err(Error::recipe(format!(
+            "--ranks {ranks} does not fit modules.{name}.grid: tp {} x dp {dp} x pp {} = {} ranks",
+            grid.tp,
+            grid.pp,
+            built.ranks()
+        )));
+    }
+    let train = &recipe.train;
+    let tokens = train.micro_batch_size * train.seq_length;
+    if built.sequence_parallel && !tokens.is_multiple_of(built.tp) {
+        return Err(Error::recipe(format!(
+            "sequence parallelism spreads the {tokens} tokens of a micro-batch over grid.tp = {} ranks, which does not \
+             divide them",
+            built.tp
+        )));
+    }
+    let per_step = train.micro_batch_size * dp;
+    if !train.global_batch_size.is_multiple_of(per_step) {
+        return Err(Error::recipe(format!(
+            "train.global_batch_size = {} is no multiple of train.micro_batch_size x dp = {} x {dp}",
+            train.global_batch_size, train.micro_batch_size
+        )));
+    }
+    let elastic = match &module.elastify {
+        None => ElasticSpec::Off,
+        Some(e) => ElasticSpec::Plugin { provider: e.provider.clone(), config: Value::Object(e.config.clone()) },
+    };
+    Ok(TeamSpec {
+        plugins,
+        provider: module.provider.clone(),
+        config: Value::Object(module.config.clone()),
+        grid: built,
+        seed: train.seed,
+        elastic,
+        frozen: module.freeze,
+        check_purity: cfg!(debug_assertions),
+        state_grads: false,
+        timeout: Duration::from_secs(600),
+        tamper: None,
+    })
+}
+
+/// The settings of Adam in a recipe.
+pub fn adam(recipe: &Recipe) -> AdamConfig {
+    let optimizer = &recipe.optimizer;
+    AdamConfig {
+        beta1: optimizer.betas[0],
+        beta2: optimizer.betas[1],
+        eps: optimizer.eps,
+        decoupled: optimizer.kind == OptimizerKind::Adamw,
+        clip_grad: optimizer.clip_grad,
+    }
+}
+
+/// Starts the ranks of a recipe.
+pub fn create(recipe: &Recipe, plugins: PluginSet, ranks: Option<usize>) -> Result<Box<dyn Engine>> {
+    let entries = plugin_entries(&plugins);
+    let spec = spec(recipe, plugins, ranks)?;
+    match recipe.train.precision {
+        Precision::Fp32 => Ok(Box::new(TeamEngine::<f32>::new(recipe, &spec, entries)?)),
+        Precision::Fp64 => Ok(Box::new(TeamEngine::<f64>::new(recipe, &spec, entries)?)),
+        Precision::Bf16 => Err(Error::recipe("train.precision bf16 needs a GPU; on the CPU use fp32")),
+    }
+}
+
+fn plugin_entries(plugins: &PluginSet) -> Vec<PluginEntry> {
+    plugins
+        .plugins()
+        .iter()
+        .map(|p| PluginEntry { name: p.name.clone(), version: p.version.clone(), sha256: file_hash(&p.path) })
+        .collect()
+}
+
+fn file_hash(path: &std::path::Path) -> String {
+    use sha2::Digest;
+    std::fs::read(path).map(|bytes| crate::checkpoint::hexadecimal(&sha2::Sha256::digest(bytes))).unwrap_or_default()
+}
+
+/// The loop's view of a team.
+pub struct TeamEngine<T: Element> {
+    pub team: Team<T>,
+    adam: AdamConfig,
+    micro_batches: usize,
+    plugins: Vec<PluginEntry>,
+}
+
+impl<T: Element> TeamEngine<T> {
+    fn new(recipe: &Recipe, spec: &TeamSpec, plugins: Vec<PluginEntry>) -> Result<TeamEngine<T>> {
+        let micro_batches = recipe.train.global_batch_size / recipe.train.micro_batch_size;
+        Ok(TeamEngine { team: Team::start(spec)?, adam: adam(recipe), micro_batches, plugins })
+    }
+}
+
+/// Kinds of tensors in a checkpoint.
+const KINDS: [Kind; 4] = [Kind::Params, Kind::Buffers, Kind::ExpAvg, Kind::ExpAvgSq];
+
+impl<T: Element> Engine for TeamEngine<T> {
+    fn train_step(&mut self, step: u64, batch: &(dyn Fn(usize) -> Batch + Sync), hyper: Hyper) -> Result<StepReport> {
+        let batches: Vec<(usize, Arc<Batch>)> = (0..self.micro_batches).map(|i| (i, Arc::new(batch(i)))).collect();
+        let batches = Arc::new(batches);
+        let (adam, dp) = (self.adam, self.team.grid.dp);
+        let results = self.team.all(move |rank| {
+            let mine: Vec<(usize, Arc<Batch>)> =
+                batches.iter().filter(|(i, _)| i % dp == rank.model.place.dp).cloned().collect();
+            let mut sums = rank.gradients(step, &mine)?;
+            let norm = rank.update(&adam, StepHyper { lr: hyper.lr, weight_decay: hyper.weight_decay, step })?;
+            if !norm.is_finite() && sums.nonfinite.is_none() {
+                sums.nonfinite = rank
+                    .nonfinite_parameter()
+                    .map(|name| format!("gradient of {name} on rank {}", rank.groups.world.rank()));
+            }
+            Ok((sums, norm))
+        })?;
+        let nonfinite = results.iter().find_map(|(sums, _)| sums.nonfinite.clone());
+        let (sums, norm) = results[0].clone();
+        let mut metrics = serde_json::Map::new();
+        let aux: f64 = results.iter().flat_map(|(s, _)| s.terms.values()).sum();
+        if results.iter().any(|(s, _)| !s.terms.is_empty()) {
+            metrics.insert("moe_aux_loss".into(), json!(aux));
+        }
+        if let Some(ratio) = sums.load_max_over_mean {
+            metrics.insert("expert_load_max_over_mean".into(), json!(ratio));
+        }
+        for (name, value) in results.iter().flat_map(|(s, _)| &s.metrics) {
+            let sum = metrics.get(name).and_then(Value::as_f64).unwrap_or(0.0);
+            metrics.insert(name.clone(), json!(sum + value));
+        }
+        Ok(StepReport {
+            loss_sum: sums.loss,
+            tokens: sums.tokens as u64,
+            objective: sums.objective,
+            grad_norm: norm,
+            metrics,
+            nonfinite,
+        })
+    }
+
+    fn save(&mut self, writer: &mut CheckpointWriter) -> Result<Value> {
+        for kind in KINDS {
+            for tensors in self.team.gather(kind) {
+                for tensor in tensors? {
+                    let name = format!("{}{}", kind.prefix(), tensor.name);
+                    writer.add(LogicalTensor { name, ..tensor })?;
+                }
+            }
+        }
+        Ok(json!({}))
+    }
+
+    fn load(&mut self, reader: &mut CheckpointReader) -> Result<()> {
+        for kind in KINDS {
+            for (index, parts) in self.team.entries(kind)?.into_iter().enumerate() {
+                if parts.is_empty() {
+                    continue;
+                }
+                let mut values = Vec::new();
+                for (name, shape) in parts {
+                    values.extend(reader.take(&format!("{}{name}", kind.prefix()), &shape)?.data.into_f64());
+                }
+                self.team.scatter(kind, index, values)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn plugins(&self) -> Vec<PluginEntry> {
+        self.plugins.clone()
+    }
+}

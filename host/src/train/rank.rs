@@ -1,0 +1,424 @@
+//! One rank of a model: its parameters, its programs, and what it does in a step.
+//!
+//! A rank runs on one thread and owns its provider's instance. Everything it needs of others goes through its groups.
+
+use super::record::{Compiled, Mode, Signature, StageModel};
+use crate::comm::Group;
+use crate::data::Batch;
+use crate::error::{Error, Result};
+use crate::optim::update::{self, AdamConfig, Moments, StepHyper};
+use crate::plugin::ElastifierInstance;
+use crate::program::replay::{Arena, Memory, Phase};
+use crate::program::states::{States, input_name};
+use crate::schedule::{Turn, one_forward_one_backward};
+use gantry_kernels::Element;
+use gantry_plugin_api::plan::{AxisSetting, BufferUpdate, MicroBatchInfo};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// A rank's groups.
+pub struct Groups<T> {
+    pub tp: Box<dyn Group<T>>,
+    pub dp: Box<dyn Group<T>>,
+    /// Ranks with the same tp and dp place, in stage order.
+    pub pp: Box<dyn Group<T>>,
+    /// Every rank of the model.
+    pub world: Box<dyn Group<T>>,
+}
+
+/// Where micro-batches get their axis states from.
+pub enum Elastic {
+    Off,
+    /// The same settings for every micro-batch.
+    Fixed(Vec<AxisSetting>),
+    Plugin(Box<ElastifierInstance>),
+}
+
+/// Sums over the micro-batches of a step, over all ranks once finished.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct StepSums {
+    /// Cross entropy over unmasked tokens, nats.
+    pub loss: f64,
+    pub tokens: f64,
+    /// Every term of the objective, already weighted, per token.
+    pub objective: f64,
+    /// Terms other than the cross entropy, weighted, by name.
+    pub terms: BTreeMap<String, f64>,
+    /// One-element metrics of providers and operators: sums over micro-batches.
+    pub metrics: BTreeMap<String, f64>,
+    /// Mean over routers of the largest expert's load over the mean load.
+    pub load_max_over_mean: Option<f64>,
+    pub nonfinite: Option<String>,
+}
+
+struct Entry<T> {
+    compiled: Compiled,
+    /// Arenas not in use.
+    free: Vec<Arena<T>>,
+}
+
+/// One rank's model and state.
+pub struct Rank<T> {
+    pub model: StageModel,
+    pub groups: Groups<T>,
+    pub elastic: Elastic,
+    pub params: Vec<T>,
+    pub grads: Vec<T>,
+    pub buffers: Vec<T>,
+    pub moments: Moments<T>,
+    programs: BTreeMap<Signature, Entry<T>>,
+    /// Parameter entries whose main gradient is a sum over tp not yet taken.
+    partial: Vec<bool>,
+    /// Tokens per expert since the last bias update, per buffer entry, and whether they cover this rank's rows only.
+    loads: BTreeMap<usize, (Vec<f64>, bool)>,
+    /// Arenas ever allocated: constant after warm-up.
+    arenas: usize,
+    pub state_gradients: BTreeMap<String, Vec<f64>>,
+    check_purity: bool,
+}
+
+/// A micro-batch between its forward and its backward.
+struct Live<T> {
+    signature: Signature,
+    arena: Arena<T>,
+}
+
+impl<T: Element> Rank<T> {
+    /// A rank with initial parameters, the same for every layout.
+    pub fn new(model: StageModel, groups: Groups<T>, elastic: Elastic, check_purity: bool) -> Rank<T> {
+        let mut params = vec![T::ZERO; model.table.param_len];
+        let mut buffers = vec![T::ZERO; model.table.buffer_len];
+        let fill = |to: &mut [T], stored: &crate::model::params::Stored| {
+            let values = stored.initial(model.seed);
+            to[stored.offset..][..stored.len].iter_mut().zip(values).for_each(|(to, x)| *to = T::of(x));
+        };
+        model.table.params.iter().for_each(|entry| fill(&mut params, &entry.stored));
+        model.table.buffers.iter().for_each(|entry| fill(&mut buffers, &entry.stored));
+        Rank {
+            grads: vec![T::ZERO; params.len()],
+            moments: Moments::new(params.len()),
+            partial: vec![false; model.table.params.len()],
+            params,
+            buffers,
+            model,
+            groups,
+            elastic,
+            programs: BTreeMap::new(),
+            loads: BTreeMap::new(),
+            arenas: 0,
+            state_gradients: BTreeMap::new(),
+            check_purity,
+        }
+    }
+
+    /// Bytes of the largest program's activations, and how many arenas exist.
+    pub fn activation_bytes(&self) -> (usize, usize) {
+        let largest = self.programs.values().map(|e| e.compiled.program.plan.act_len * T::BYTES).max();
+        (largest.unwrap_or(0), self.arenas)
+    }
+
+    /// Programs recorded so far.
+    pub fn programs(&self) -> usize {
+        self.programs.len()
+    }
+
+    fn states(&mut self, info: &MicroBatchInfo) -> Result<States> {
+        let settings = match &mut self.elastic {
+            Elastic::Off => return Ok(States::default()),
+            Elastic::Fixed(settings) => settings.clone(),
+            Elastic::Plugin(elastifier) => elastifier.begin_micro_batch(info)?,
+        };
+        States::resolve(&self.model.plan, &settings)
+    }
+
+    /// Records the signature's program if this is its first sight.
+    fn prepare(&mut self, signature: &Signature, states: &States) -> Result<()> {
+        if self.programs.contains_key(signature) {
+            return Ok(());
+        }
+        let compiled = self.model.compile(signature, states)?;
+        if self.check_purity {
+            self.model.check_pure(signature, states)?;
+        }
+        for (at, &partial) in compiled.program.graph.partial_grads.iter().enumerate() {
+            self.partial[at] |= partial;
+        }
+        self.programs.insert(signature.clone(), Entry { compiled, free: Vec::new() });
+        Ok(())
+    }
+
+    fn forward(&mut self, mode: Mode, batch: &Batch, info: &MicroBatchInfo, tokens_of_step: f64) -> Result<Live<T>> {
+        let states = self.states(info)?;
+        let signature = Signature {
+            mode,
+            tokens: batch.tokens.len(),
+            max_seqs: batch.cu_seqlens.len().saturating_sub(1),
+            states: states.keys.clone(),
+        };
+        self.prepare(&signature, &states)?;
+        let missing = || Error::plugin("a program vanished");
+        let entry = self.programs.get_mut(&signature).ok_or_else(missing)?;
+        let mut arena = entry.free.pop().unwrap_or_else(|| {
+            self.arenas += 1;
+            entry.compiled.program.arena()
+        });
+        let compiled = &entry.compiled;
+        let program = &compiled.program;
+        let tokens = batch.loss_mask.iter().map(|&m| f64::from(m)).sum::<f64>();
+        for (name, &id) in &program.graph.inputs {
+            match name.as_str() {
+                "tokens" => program.get_int_mut(&mut arena, id).copy_from_slice(&batch.tokens),
+                "labels" => program.get_int_mut(&mut arena, id).copy_from_slice(&batch.labels),
+                "cu_seqlens" => program.get_int_mut(&mut arena, id).copy_from_slice(&batch.cu_seqlens),
+                "step" => program.get_int_mut(&mut arena, id)[0] = info.step as i32,
+                "first_token" => {
+                    let per_sample = batch.tokens.len() / batch.samples.max(1);
+                    program.get_int_mut(&mut arena, id)[0] = (batch.first_sample * per_sample as u64) as i32;
+                }
+                "loss_mask" => {
+                    let mask = program.get_mut(&mut arena, id);
+                    mask.iter_mut().zip(&batch.loss_mask).for_each(|(to, &m)| *to = T::of(f64::from(m)));
+                }
+                "loss_scale" => program.get_mut(&mut arena, id)[0] = T::of(1.0 / tokens_of_step),
+                "aux_scale" => program.get_mut(&mut arena, id)[0] = T::of(tokens / tokens_of_step),
+                name => {
+                    if let Some(data) = states.data.get(name) {
+                        let to = program.get_mut(&mut arena, id);
+                        to.iter_mut().zip(data).for_each(|(to, &x)| *to = T::of(x));
+                    } else if compiled.received.is_none_or(|(received, _)| received != id) {
+                        return Err(Error::plugin(format!(
+                            "the model asks for input {name:?}, which nothing provides"
+                        )));
+                    }
+                }
+            }
+        }
+        if let Some((id, _)) = compiled.received {
+            self.groups.pp.recv(self.groups.pp.rank() - 1, program.get_mut(&mut arena, id))?;
+        }
+        let mut memory = Memory { params: &self.params, grads: &mut self.grads, buffers: &self.buffers };
+        program.run(Phase::Forward, &mut arena, &mut memory, self.groups.tp.as_ref())?;
+        if let Some((id, _)) = compiled.sent {
+            self.groups.pp.send(self.groups.pp.rank() + 1, program.get(&arena, id))?;
+        }
+        Ok(Live { signature, arena })
+    }
+
+    /// Adds a finished forward's numbers to the sums.
+    fn collect(&mut self, live: &Live<T>, batch: &Batch, tokens_of_step: f64, sums: &mut StepSums) {
+        let Some(entry) = self.programs.get(&live.signature) else { return };
+        let Compiled { program, loss, .. } = &entry.compiled;
+        let one = |id| program.get(&live.arena, id)[0].to_f64();
+        let first_tp = self.model.place.tp == 0;
+        let tokens = batch.loss_mask.iter().map(|&m| f64::from(m)).sum::<f64>();
+        if let Some(id) = *loss
+            && first_tp
+        {
+            let loss = one(id);
+            sums.loss += loss;
+            sums.tokens += tokens;
+        }
+        for term in &program.graph.losses {
+            let weight = if Some(term.value) == *loss { 1.0 } else { tokens } / tokens_of_step;
+            let value = one(term.value) * weight;
+            if first_tp {
+                sums.objective += value;
+                if Some(term.value) != *loss {
+                    *sums.terms.entry(term.name.to_string()).or_default() += value;
+                }
+            }
+        }
+        for (name, id) in &program.graph.metrics {
+            if first_tp {
+                *sums.metrics.entry(name.clone()).or_default() += one(*id);
+            }
+        }
+        for (at, load) in program.graph.loads.iter().enumerate() {
+            let counts = program.get_int(&live.arena, load.counts);
+            // Routers without a bias buffer keep their load under a number no buffer has.
+            let key = load.buffer.unwrap_or(usize::MAX - at);
+            let (sum, seq) = self.loads.entry(key).or_insert_with(|| (vec![0.0; counts.len()], load.seq));
+            *seq = load.seq;
+            if sum.len() < counts.len() {
+                sum.resize(counts.len(), 0.0);
+            }
+            sum.iter_mut().zip(counts).for_each(|(sum, &n)| *sum += f64::from(n));
+        }
+    }
+
+    fn backward(&mut self, live: &mut Live<T>) -> Result<()> {
+        let Some(entry) = self.programs.get(&live.signature) else { return Ok(()) };
+        let Compiled { program, received, sent, state_grads, .. } = &entry.compiled;
+        if let Some((_, Some(grad))) = *sent {
+            self.groups.pp.recv(self.groups.pp.rank() + 1, program.get_mut(&mut live.arena, grad))?;
+        }
+        let mut memory = Memory { params: &self.params, grads: &mut self.grads, buffers: &self.buffers };
+        program.run(Phase::Backward, &mut live.arena, &mut memory, self.groups.tp.as_ref())?;
+        if let Some((_, Some(grad))) = *received {
+            self.groups.pp.send(self.groups.pp.rank() - 1, program.get(&live.arena, grad))?;
+        }
+        for (name, id) in state_grads {
+            let grad = program.get(&live.arena, *id).iter().map(|x| x.to_f64());
+            let sum = self.state_gradients.entry(name.clone()).or_default();
+            sum.resize(program.graph.value(*id).len(), 0.0);
+            sum.iter_mut().zip(grad).for_each(|(sum, x)| *sum += x);
+        }
+        Ok(())
+    }
+
+    fn give_back(&mut self, live: Live<T>) {
+        if let Some(entry) = self.programs.get_mut(&live.signature) {
+            entry.free.push(live.arena);
+        }
+    }
+
+    /// Forward and backward of this rank's micro-batches of a step into the main gradients, which begin at zero; then the
+    /// sums over ranks that gradients and reports need. `batches`: (index within the step over all dp ranks, batch).
+    pub fn gradients(&mut self, step: u64, batches: &[(usize, Arc<Batch>)]) -> Result<StepSums> {
+        self.grads.fill(T::ZERO);
+        self.state_gradients.clear();
+        self.loads.clear();
+        let mut count = [batches.iter().flat_map(|b| &b.1.loss_mask).map(|&m| f64::from(m)).sum::<f64>()];
+        self.groups.dp.all_reduce_f64(&mut count)?;
+        let tokens = count[0].max(1.0);
+        let mut sums = StepSums::default();
+        let mut live: BTreeMap<usize, Live<T>> = BTreeMap::new();
+        let (stage, stages) = (self.model.place.pp, self.model.grid.pp);
+        for turn in one_forward_one_backward(stage, stages, batches.len()) {
+            match turn {
+                Turn::Forward(i) => {
+                    let (index, batch) = &batches[i];
+                    let info = info(step, *index, batch, true);
+                    let micro_batch = self.forward(Mode::Train, batch, &info, tokens)?;
+                    let before = sums.objective;
+                    self.collect(&micro_batch, batch, tokens, &mut sums);
+                    if !(sums.objective - before).is_finite() && sums.nonfinite.is_none() {
+                        sums.nonfinite = Some(self.first_nonfinite(*index, micro_batch.signature.clone(), batch)?);
+                    }
+                    live.insert(i, micro_batch);
+                }
+                Turn::Backward(i) => {
+                    if let Some(mut micro_batch) = live.remove(&i) {
+                        self.backward(&mut micro_batch)?;
+                        self.give_back(micro_batch);
+                    }
+                }
+            }
+        }
+        let (tp, dp) = (self.groups.tp.as_ref(), self.groups.dp.as_ref());
+        update::finalise(&self.model.table, &self.partial, &mut self.grads, tp, dp)?;
+        for (load, seq) in self.loads.values_mut() {
+            if *seq {
+                self.groups.tp.all_reduce_f64(load)?;
+            }
+            self.groups.dp.all_reduce_f64(load)?;
+        }
+        self.reduce(sums)
+    }
+
+    /// Where a micro-batch's numbers first stop being finite, for the message.
+    fn first_nonfinite(&self, index: usize, signature: Signature, _: &Batch) -> Result<String> {
+        let rank = self.groups.world.rank();
+        let states = if signature.states.is_empty() { "" } else { " (elastic)" };
+        Ok(format!("loss of micro-batch {index}{states}, rank {rank}"))
+    }
+
+    /// Sums reports over ranks: the terms of every stage, once per tp group.
+    fn reduce(&mut self, mut sums: StepSums) -> Result<StepSums> {
+        let ratios: Vec<f64> = self
+            .loads
+            .values()
+            .filter_map(|(load, _)| {
+                let mean = load.iter().sum::<f64>() / load.len().max(1) as f64;
+                (mean > 0.0).then(|| load.iter().copied().fold(0.0, f64::max) / mean)
+            })
+            .collect();
+        let here = if self.model.place.tp == 0 && self.model.place.dp == 0 { 1.0 } else { 0.0 };
+        let mut numbers =
+            vec![sums.loss, sums.tokens, sums.objective, here * ratios.iter().sum::<f64>(), here * ratios.len() as f64];
+        self.groups.world.all_reduce_f64(&mut numbers)?;
+        (sums.loss, sums.tokens, sums.objective) = (numbers[0], numbers[1], numbers[2]);
+        sums.load_max_over_mean = (numbers[4] > 0.0).then(|| numbers[3] / numbers[4]);
+        Ok(sums)
+    }
+
+    /// Clips, updates parameters and buffers. Returns the gradient norm; if it is not finite nothing has changed.
+    pub fn update(&mut self, config: &AdamConfig, hyper: StepHyper) -> Result<f64> {
+        let mut square = [update::square(&self.model.table, &self.grads, self.model.place.tp)];
+        self.groups.tp.all_reduce_f64(&mut square)?;
+        self.groups.pp.all_reduce_f64(&mut square)?;
+        let table = &self.model.table;
+        let norm = update::step(config, hyper, table, square[0], &self.grads, &mut self.params, &mut self.moments);
+        if norm.is_finite() {
+            self.update_buffers();
+        }
+        Ok(norm)
+    }
+
+    /// bias += rate * sign(mean load - load), over the experts that were there.
+    fn update_buffers(&mut self) {
+        for (index, entry) in self.model.table.buffers.iter().enumerate() {
+            let (BufferUpdate::ExpertBias { rate }, Some((load, _))) = (entry.update, self.loads.get(&index)) else {
+                continue;
+            };
+            let mean = load.iter().sum::<f64>() / load.len().max(1) as f64;
+            let bias = &mut self.buffers[entry.stored.offset..][..entry.stored.len];
+            for (bias, &load) in bias.iter_mut().zip(load) {
+                let sign = if load < mean {
+                    1.0
+                } else if load > mean {
+                    -1.0
+                } else {
+                    0.0
+                };
+                *bias += T::of(rate * sign);
+            }
+        }
+    }
+
+    /// The first parameter whose gradient is not finite.
+    pub fn nonfinite_parameter(&self) -> Option<String> {
+        self.model.table.params.iter().map(|entry| &entry.stored).find_map(|stored| {
+            let grad = &self.grads[stored.offset..][..stored.len];
+            grad.iter().any(|x| !x.is_finite()).then(|| stored.name.clone())
+        })
+    }
+
+    /// Loss sums of micro-batches without gradients.
+    pub fn evaluate(&mut self, step: u64, batches: &[(usize, Arc<Batch>)]) -> Result<StepSums> {
+        let mut sums = StepSums::default();
+        for (index, batch) in batches {
+            let live = self.forward(Mode::Loss, batch, &info(step, *index, batch, false), 1.0)?;
+            self.collect(&live, batch, 1.0, &mut sums);
+            self.give_back(live);
+        }
+        self.loads.clear();
+        self.reduce(sums)
+    }
+
+    /// Logits [tokens, vocab] of this rank's share of the vocabulary; nothing on other stages than the last.
+    pub fn logits(&mut self, batch: &Batch) -> Result<Option<Vec<f64>>> {
+        let live = self.forward(Mode::Logits, batch, &info(0, 0, batch, false), 1.0)?;
+        let result = self.programs.get(&live.signature).and_then(|entry| {
+            let id = entry.compiled.logits?;
+            Some(entry.compiled.program.get(&live.arena, id).iter().map(|x| x.to_f64()).collect())
+        });
+        self.give_back(live);
+        Ok(result)
+    }
+}
+
+fn info(step: u64, index: usize, batch: &Batch, training: bool) -> MicroBatchInfo {
+    MicroBatchInfo {
+        step,
+        micro_batch: index as u64,
+        first_sample: batch.first_sample,
+        samples: batch.samples as u64,
+        training,
+    }
+}
+
+/// Name of an axis state's gradient in [`Rank::state_gradients`].
+pub fn state_gradient_name(place: &crate::program::states::Place) -> String {
+    input_name(place)
+}

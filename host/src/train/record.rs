@@ -1,0 +1,196 @@
+//! From a stage's module to a bound program: records a signature once.
+
+use crate::error::{Error, Result};
+use crate::mesh::{Grid, Place};
+use crate::model::ParamTable;
+use crate::plugin::{self, ModelStage};
+use crate::program::backprop;
+use crate::program::graph::LossTerm;
+use crate::program::graph::ValueId;
+use crate::program::ops::linear;
+use crate::program::ops::lm_loss::{Head, lm_loss};
+use crate::program::recorder::{Context, Recorder};
+use crate::program::replay::Program;
+use crate::program::states::{StateKey, States};
+use gantry_plugin_api::plan::{Direction, ModelPlan, PortKind, RoleMask, Stage};
+use std::collections::BTreeMap;
+
+/// What a program computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Mode {
+    /// Loss and gradients.
+    Train,
+    /// Loss only.
+    Loss,
+    /// Logits of every token.
+    Logits,
+}
+
+/// What a program was recorded for; anything else about a micro-batch is data.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Signature {
+    pub mode: Mode,
+    pub tokens: usize,
+    pub max_seqs: usize,
+    pub states: BTreeMap<crate::program::states::Place, StateKey>,
+}
+
+/// Changes a record before it is bound. For tests that plant a fault and see it caught; nothing else sets one.
+pub type Tamper = std::sync::Arc<dyn Fn(&mut crate::program::graph::Graph, Place) + Send + Sync>;
+
+/// The parts of a model that do not change during a run.
+pub struct StageModel {
+    pub plan: ModelPlan,
+    pub table: ParamTable,
+    pub grid: Grid,
+    pub place: Place,
+    pub stage: Stage,
+    pub provider: String,
+    pub module: ModelStage,
+    pub roles: Option<Vec<RoleMask>>,
+    pub frozen: bool,
+    pub seed: u64,
+    /// Ask for gradients of the numbers in axis states.
+    pub state_grads: bool,
+    pub tamper: Option<Tamper>,
+}
+
+/// A bound program and the values the host touches.
+pub struct Compiled {
+    pub program: Program,
+    /// Sum of the cross entropy over unmasked tokens.
+    pub loss: Option<ValueId>,
+    pub logits: Option<ValueId>,
+    /// Activation from the previous stage, and the gradient that goes back.
+    pub received: Option<(ValueId, Option<ValueId>)>,
+    /// Activation for the next stage, and the gradient that comes back.
+    pub sent: Option<(ValueId, Option<ValueId>)>,
+    /// Gradients of axis-state inputs by name, if asked for.
+    pub state_grads: Vec<(String, ValueId)>,
+}
+
+impl StageModel {
+    fn port(&self, direction: Direction, kind: PortKind) -> Result<&str> {
+        self.plan
+            .ports
+            .iter()
+            .find(|p| p.direction == direction && p.kind == kind)
+            .map(|p| p.name.as_str())
+            .ok_or_else(|| Error::plugin(format!("the plan declares no {direction:?} port of kind {kind:?}")))
+    }
+
+    fn recorder<'a>(&'a self, signature: &Signature, states: &'a States) -> Recorder<'a> {
+        Recorder::new(Context {
+            plan: &self.plan,
+            table: &self.table,
+            grid: self.grid,
+            place: self.place,
+            states,
+            roles: self.roles.as_deref(),
+            training: signature.mode == Mode::Train,
+            frozen: self.frozen,
+            tokens: signature.tokens,
+            max_seqs: signature.max_seqs,
+            seed: self.seed,
+            state_grads: self.state_grads,
+        })
+    }
+
+    /// Records, differentiates and binds the program of a signature.
+    pub fn compile(&self, signature: &Signature, states: &States) -> Result<Compiled> {
+        let mut cx = self.recorder(signature, states);
+        self.module.forward(&mut cx)?;
+        let ends_model = self.stage.end == self.plan.blocks.len();
+        let (mut loss, mut logits, mut sent, mut seeds) = (None, None, None, Vec::new());
+        if ends_model {
+            let port = self.port(Direction::Output, PortKind::LanguageModel)?;
+            let Some([hidden, weight]) = cx.g.outputs.get(port).map(|ids| [ids[0], ids[1]]) else {
+                return Err(Error::plugin(format!("forward delivered nothing to its output port {port:?}")));
+            };
+            cx.begin_call("loss");
+            if signature.mode == Mode::Logits {
+                let y = linear::record(&mut cx, Default::default(), &[hidden, weight])?[0];
+                cx.g.pin(y);
+                logits = Some(y);
+            } else {
+                loss = Some(language_model_loss(&mut cx, Head { hidden, weight }, signature.tokens)?);
+            }
+        } else {
+            let port = self.output_activation()?;
+            let Some(&hidden) = cx.g.outputs.get(&port).and_then(|ids| ids.first()) else {
+                return Err(Error::plugin(format!("forward delivered nothing to its output port {port:?}")));
+            };
+            let hidden = cx.stream(hidden)?;
+            let hidden = cx.contiguous(hidden);
+            cx.g.pin(hidden);
+            let grad = (signature.mode == Mode::Train).then(|| {
+                let grad = cx.g.fresh_like(hidden, "grad.sent");
+                cx.g.pin(grad);
+                seeds.push((hidden, grad));
+                grad
+            });
+            sent = Some((hidden, grad));
+        }
+        cx.finish()?;
+        let received = match self.stage.begin {
+            0 => None,
+            _ => {
+                let port = self.port(Direction::Input, PortKind::Activation)?;
+                cx.g.inputs.get(port).copied()
+            }
+        };
+        let states: Vec<(String, ValueId)> =
+            cx.g.inputs.iter().filter(|i| i.0.starts_with("state.")).map(|(name, id)| (name.clone(), *id)).collect();
+        let (mut returned, mut state_grads) = (None, Vec::new());
+        if signature.mode == Mode::Train {
+            let mut wanted: Vec<ValueId> = received.into_iter().collect();
+            if self.state_grads {
+                wanted.extend(states.iter().map(|s| s.1));
+            }
+            let mut grads = backprop::append(&mut cx.g, &seeds, &wanted)?.into_iter();
+            if received.is_some() {
+                returned = grads.next().flatten();
+            }
+            state_grads = states.into_iter().zip(grads).filter_map(|((name, _), grad)| Some((name, grad?))).collect();
+        }
+        self.check_gradients(&cx)?;
+        if let Some(tamper) = &self.tamper {
+            tamper(&mut cx.g, self.place);
+        }
+        let program = Program::bind(std::mem::take(&mut cx.g), self.grid.tp)?;
+        Ok(Compiled { program, loss, logits, received: received.map(|id| (id, returned)), sent, state_grads })
+    }
+
+    /// An error if two recordings of a signature differ.
+    pub fn check_pure(&self, signature: &Signature, states: &States) -> Result<()> {
+        let (mut first, mut second) = (self.recorder(signature, states), self.recorder(signature, states));
+        Ok(plugin::check_pure(&self.provider, &self.module, &mut first, &mut second)?)
+    }
+
+    fn output_activation(&self) -> Result<String> {
+        self.port(Direction::Output, PortKind::Activation).map(str::to_string)
+    }
+
+    /// A main gradient is a sum over tp or complete, never both.
+    fn check_gradients(&self, cx: &Recorder<'_>) -> Result<()> {
+        let both = cx.g.partial_grads.iter().zip(&cx.g.full_grads).position(|(&partial, &full)| partial && full);
+        match both {
+            None => Ok(()),
+            Some(entry) => Err(Error::plugin(format!(
+                "parameter {:?} is used on spread rows and on whole rows; under tensor parallelism use it on one of them",
+                self.table.params[entry].stored.name
+            ))),
+        }
+    }
+}
+
+/// Cross entropy at the output port, as the first term of the objective.
+fn language_model_loss(cx: &mut Recorder<'_>, head: Head, tokens: usize) -> Result<ValueId> {
+    let labels = cx.int_input("labels", tokens)?;
+    let mask = cx.real_input("loss_mask", tokens)?;
+    let seed = cx.real_input("loss_scale", 1)?;
+    let total = lm_loss(cx, head, labels, mask, 0.0)?.total;
+    cx.g.pin(total);
+    cx.g.losses.push(LossTerm { name: "lm_loss".into(), value: total, seed });
+    Ok(total)
+}

@@ -1,0 +1,435 @@
+//! All ranks of a model as threads of this process, and logical tensors gathered from them.
+//!
+//! Work is sent to every rank at once; an error or panic of one ends the waiting of all. Tensors leave and enter in
+//! logical order, one at a time, whatever the layout.
+
+use super::rank::{Elastic, Groups, Rank};
+use super::record::{StageModel, Tamper};
+use crate::checkpoint::{LogicalTensor, TensorData};
+use crate::comm::{Group, threads};
+use crate::error::{Cause, Error, Result};
+use crate::mesh::{Grid, Place};
+use crate::model::ParamTable;
+use crate::model::params::Stored;
+use crate::plugin::PluginSet;
+use crate::schedule::cut;
+use gantry_kernels::Element;
+use gantry_plugin_api::plan::{AxisSetting, ModelPlan, Stage};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// Where axis states come from, before any rank exists.
+#[derive(Clone, Debug)]
+pub enum ElasticSpec {
+    Off,
+    Fixed(Vec<AxisSetting>),
+    Plugin { provider: String, config: serde_json::Value },
+}
+
+/// Everything a team is made from.
+#[derive(Clone)]
+pub struct TeamSpec {
+    pub plugins: PluginSet,
+    pub provider: String,
+    pub config: serde_json::Value,
+    pub grid: Grid,
+    pub seed: u64,
+    pub elastic: ElasticSpec,
+    /// Parameters take no gradient.
+    pub frozen: bool,
+    /// Record every signature twice and compare.
+    pub check_purity: bool,
+    /// Gradients of the numbers in axis states.
+    pub state_grads: bool,
+    /// How long a rank waits for the others.
+    pub timeout: Duration,
+    /// See [`Tamper`].
+    pub tamper: Option<Tamper>,
+}
+
+/// Tensors of the same structure as the parameters, or the buffers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    Params,
+    Grads,
+    ExpAvg,
+    ExpAvgSq,
+    Buffers,
+}
+
+impl Kind {
+    /// What its tensors' names begin with in a checkpoint.
+    pub fn prefix(self) -> &'static str {
+        match self {
+            Kind::Params | Kind::Buffers => "",
+            Kind::Grads => "grad.",
+            Kind::ExpAvg => "optimizer.exp_avg.",
+            Kind::ExpAvgSq => "optimizer.exp_avg_sq.",
+        }
+    }
+}
+
+type Job<T> = Box<dyn FnOnce(&mut Rank<T>) + Send>;
+
+/// The ranks of a model.
+pub struct Team<T> {
+    pub plan: ModelPlan,
+    pub grid: Grid,
+    jobs: Vec<Sender<Job<T>>>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+/// The stages of a plan, cut where it says so or by cost: two operations per parameter and token, plus what blocks add.
+pub fn stages(plan: &ModelPlan, pp: usize) -> Result<Vec<Stage>> {
+    let table =
+        ParamTable::new(plan, &Stage { begin: 0, end: plan.blocks.len() }, Grid::SINGLE, Grid::SINGLE.place(0))?;
+    let mut costs: Vec<f64> = plan.blocks.iter().map(|block| block.extra_flops_per_token).collect();
+    for entry in &table.params {
+        costs[plan.params[entry.plan].block] += 2.0 * entry.stored.len as f64;
+    }
+    let begins = cut(&costs, &plan.blocks.iter().map(|b| b.starts_stage).collect::<Vec<_>>(), pp).map_err(|n| {
+        Error::recipe(format!("grid.pp is {pp}, but the model has {n} stages by its own marks or blocks"))
+            .remedy(format!("set grid.pp to {n}, or change the stage marks in the model's pattern"))
+    })?;
+    let ends = begins[1..].iter().copied().chain([plan.blocks.len()]);
+    let stages: Vec<Stage> = begins.iter().zip(ends).map(|(&begin, end)| Stage { begin, end }).collect();
+    for param in plan.params.iter().filter(|p| p.tie.is_some()) {
+        let stage_of = |block: usize| stages.iter().position(|s| (s.begin..s.end).contains(&block));
+        if let Some(other) =
+            plan.params.iter().find(|o| o.tie == param.tie && stage_of(o.block) != stage_of(param.block))
+        {
+            return Err(Error::recipe(format!(
+                "{:?} and {:?} are tied but fall on different pipeline stages",
+                param.name, other.name
+            ))
+            .remedy("untie them, or set grid.pp to 1"));
+        }
+    }
+    Ok(stages)
+}
+
+impl<T: Element> Team<T> {
+    /// Starts the ranks: each makes its own provider instance, its share of the parameters, and waits for work.
+    pub fn start(spec: &TeamSpec) -> Result<Team<T>> {
+        spec.grid.check()?;
+        let plan = spec.plugins.provider(&spec.provider, &spec.config)?.plan().map_err(Error::from)?;
+        let stages = stages(&plan, spec.grid.pp)?;
+        let mut groups = groups::<T>(spec.grid, spec.timeout);
+        let (mut jobs, mut handles, mut ready) = (Vec::new(), Vec::new(), Vec::new());
+        for rank in (0..spec.grid.ranks()).rev() {
+            let Some(groups) = groups.pop() else { break };
+            let place = spec.grid.place(rank);
+            let (spec, plan, stage) = (spec.clone(), plan.clone(), stages[place.pp].clone());
+            let (job_sender, job_receiver) = channel::<Job<T>>();
+            let (ready_sender, ready_receiver) = channel();
+            let thread = std::thread::Builder::new()
+                .name(format!("rank {rank}"))
+                .spawn(move || match guarded(rank, || build(&spec, plan, stage, place, groups)) {
+                    Ok(mut rank) => {
+                        let _ = ready_sender.send(Ok(()));
+                        while let Ok(job) = job_receiver.recv() {
+                            job(&mut rank);
+                        }
+                    }
+                    Err(e) => {
+                        let _ = ready_sender.send(Err(e));
+                    }
+                })
+                .map_err(|e| Error::communication(format!("cannot start the thread of rank {rank}: {e}")))?;
+            jobs.push(job_sender);
+            handles.push(thread);
+            ready.push(ready_receiver);
+        }
+        jobs.reverse();
+        let team = Team { plan, grid: spec.grid, jobs, threads: handles };
+        let results = ready.iter().map(|r| r.recv().unwrap_or_else(|_| Err(lost()))).collect::<Vec<_>>();
+        first_error(results).map(|_| team)
+    }
+
+    /// Runs `job` on every rank at once; results in rank order.
+    pub fn all<R: Send + 'static>(
+        &self,
+        job: impl Fn(&mut Rank<T>) -> Result<R> + Send + Sync + Clone + 'static,
+    ) -> Result<Vec<R>> {
+        let receivers: Vec<Receiver<Result<R>>> = self
+            .jobs
+            .iter()
+            .enumerate()
+            .map(|(index, jobs)| {
+                let (sender, receiver) = channel();
+                let job = job.clone();
+                let _ = jobs.send(Box::new(move |rank| {
+                    let result = guarded(index, || job(rank));
+                    if let Err(e) = &result {
+                        let why = format!("rank {index} stopped: {}", e.sentence);
+                        rank.groups.world.abort(&why);
+                        rank.groups.tp.abort(&why);
+                        rank.groups.dp.abort(&why);
+                        rank.groups.pp.abort(&why);
+                    }
+                    let _ = sender.send(result);
+                }));
+                receiver
+            })
+            .collect();
+        first_error(receivers.into_iter().map(|r| r.recv().unwrap_or_else(|_| Err(lost()))).collect())
+    }
+
+    /// Number of tensors of a kind; they are gathered by number.
+    fn count(&self, kind: Kind) -> usize {
+        if kind == Kind::Buffers { self.plan.buffers.len() } else { self.plan.params.len() }
+    }
+
+    /// One declared tensor in logical order, from the ranks that hold it; none if another, tied one stands for it.
+    fn gather_one(&self, kind: Kind, index: usize) -> Result<Option<(Vec<usize>, Vec<f64>)>> {
+        let parts = self.all(move |rank| {
+            if rank.model.place.dp != 0 {
+                return Ok(None);
+            }
+            let Some(stored) = stored(&rank.model.table, kind, index) else { return Ok(None) };
+            let range = stored.offset..stored.offset + stored.len;
+            let values: Vec<f64> = data(rank, kind)[range].iter().map(|x| x.to_f64()).collect();
+            Ok(Some((stored.shape(), stored.logical_indices(), values)))
+        })?;
+        let mut whole: Option<(Vec<usize>, Vec<f64>)> = None;
+        for (shape, indices, values) in parts.into_iter().flatten() {
+            let (_, all) = whole.get_or_insert_with(|| {
+                let len = shape.iter().product();
+                (shape, vec![f64::NAN; len])
+            });
+            indices.into_iter().zip(values).for_each(|(i, x)| all[i] = x);
+        }
+        Ok(whole)
+    }
+
+    /// Every tensor of a kind under its checkpoint name (without prefix), gathered one at a time.
+    pub fn gather(&self, kind: Kind) -> impl Iterator<Item = Result<Vec<LogicalTensor>>> + '_ {
+        (0..self.count(kind)).map(move |index| {
+            let Some((shape, values)) = self.gather_one(kind, index)? else { return Ok(Vec::new()) };
+            let (name, export) = self.name(kind, index);
+            Ok(split(&name, shape, export, values, T::BYTES))
+        })
+    }
+
+    /// Names and shapes of the checkpoint tensors that a declared one becomes.
+    pub fn entries(&self, kind: Kind) -> Result<Vec<Vec<(String, Vec<usize>)>>> {
+        let table = ParamTable::new(
+            &self.plan,
+            &Stage { begin: 0, end: self.plan.blocks.len() },
+            Grid::SINGLE,
+            Place { tp: 0, dp: 0, pp: 0 },
+        )?;
+        Ok((0..self.count(kind))
+            .map(|index| {
+                let first = kind == Kind::Buffers || table.params.iter().any(|p| p.plan == index);
+                match stored(&table, kind, index).filter(|_| first) {
+                    None => Vec::new(),
+                    Some(stored) => {
+                        let (name, export) = self.name(kind, index);
+                        split(&name, stored.shape(), export, Vec::new(), T::BYTES)
+                            .into_iter()
+                            .map(|t| (t.name, t.shape))
+                            .collect()
+                    }
+                }
+            })
+            .collect())
+    }
+
+    fn name(&self, kind: Kind, index: usize) -> (String, Option<Vec<usize>>) {
+        if kind == Kind::Buffers {
+            (self.plan.buffers[index].name.clone(), None)
+        } else {
+            (self.plan.params[index].name.clone(), self.plan.params[index].export_shape.clone())
+        }
+    }
+
+    /// Gives declared tensor `index` of a kind its logical `values` on every rank that holds a share.
+    pub fn scatter(&self, kind: Kind, index: usize, values: Vec<f64>) -> Result<()> {
+        let values = std::sync::Arc::new(values);
+        self.all(move |rank| {
+            let Some(stored) = stored(&rank.model.table, kind, index).cloned() else { return Ok(()) };
+            let wants: usize = stored.shape().iter().product();
+            if values.len() != wants {
+                return Err(Error::data(format!(
+                    "tensor {:?} has {} elements where the model has {wants}",
+                    stored.name,
+                    values.len()
+                )));
+            }
+            let to = &mut data_mut(rank, kind)[stored.offset..][..stored.len];
+            to.iter_mut().zip(stored.logical_indices()).for_each(|(to, i)| *to = T::of(values[i]));
+            Ok(())
+        })
+        .map(drop)
+    }
+}
+
+impl<T> Drop for Team<T> {
+    fn drop(&mut self) {
+        self.jobs.clear();
+        for thread in self.threads.drain(..) {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn stored(table: &ParamTable, kind: Kind, index: usize) -> Option<&Stored> {
+    match kind {
+        Kind::Buffers => table.buffer_of_plan[index].map(|i| &table.buffers[i].stored),
+        // A tied parameter is gathered under the first name it has.
+        _ => table.params.iter().find(|p| p.plan == index).map(|p| &p.stored),
+    }
+}
+
+fn data<T: Element>(rank: &Rank<T>, kind: Kind) -> &[T] {
+    match kind {
+        Kind::Params => &rank.params,
+        Kind::Grads => &rank.grads,
+        Kind::ExpAvg => &rank.moments.exp_avg,
+        Kind::ExpAvgSq => &rank.moments.exp_avg_sq,
+        Kind::Buffers => &rank.buffers,
+    }
+}
+
+fn data_mut<T: Element>(rank: &mut Rank<T>, kind: Kind) -> &mut [T] {
+    match kind {
+        Kind::Params => &mut rank.params,
+        Kind::Grads => &mut rank.grads,
+        Kind::ExpAvg => &mut rank.moments.exp_avg,
+        Kind::ExpAvgSq => &mut rank.moments.exp_avg_sq,
+        Kind::Buffers => &mut rank.buffers,
+    }
+}
+
+/// The checkpoint tensors of a declared one: itself, or one per unit of its leading dimension where the name has `{axis}`.
+fn split(
+    name: &str,
+    shape: Vec<usize>,
+    export: Option<Vec<usize>>,
+    values: Vec<f64>,
+    bytes: usize,
+) -> Vec<LogicalTensor> {
+    let typed = |values: &[f64]| {
+        if bytes == 4 {
+            TensorData::F32(values.iter().map(|&x| x as f32).collect())
+        } else {
+            TensorData::F64(values.to_vec())
+        }
+    };
+    match (name.find('{'), name.find('}')) {
+        (Some(open), Some(close)) if !shape.is_empty() => {
+            let one: usize = shape[1..].iter().product();
+            (0..shape[0])
+                .map(|unit| LogicalTensor {
+                    name: format!("{}{unit}{}", &name[..open], &name[close + 1..]),
+                    shape: shape[1..].to_vec(),
+                    data: typed(values.get(unit * one..(unit + 1) * one).unwrap_or(&[])),
+                })
+                .collect()
+        }
+        _ => vec![LogicalTensor { name: name.into(), shape: export.unwrap_or(shape), data: typed(&values) }],
+    }
+}
+
+fn build<T: Element>(
+    spec: &TeamSpec,
+    plan: ModelPlan,
+    stage: Stage,
+    place: Place,
+    groups: Groups<T>,
+) -> Result<Rank<T>> {
+    let provider = spec.plugins.provider(&spec.provider, &spec.config)?;
+    let module = provider.build(&stage).map_err(Error::from)?;
+    let table = ParamTable::new(&plan, &stage, spec.grid, place)?;
+    let (elastic, roles) = match &spec.elastic {
+        ElasticSpec::Off => (Elastic::Off, None),
+        ElasticSpec::Fixed(settings) => (Elastic::Fixed(settings.clone()), None),
+        ElasticSpec::Plugin { provider, config } => {
+            let mut elastifier = spec.plugins.elastifier(provider, config)?;
+            let wants = elastifier.plan(&plan).map_err(Error::from)?;
+            (Elastic::Plugin(Box::new(elastifier)), wants.roles)
+        }
+    };
+    let model = StageModel {
+        plan,
+        table,
+        grid: spec.grid,
+        place,
+        stage,
+        provider: spec.provider.clone(),
+        module,
+        roles,
+        frozen: spec.frozen,
+        seed: spec.seed,
+        state_grads: spec.state_grads,
+        tamper: spec.tamper.clone(),
+    };
+    Ok(Rank::new(model, groups, elastic, spec.check_purity))
+}
+
+/// The groups of every rank of a grid, in rank order.
+fn groups<T: Element>(grid: Grid, timeout: Duration) -> Vec<Groups<T>> {
+    let mut lists: Vec<Vec<Option<Box<dyn Group<T>>>>> = Vec::new();
+    let places: Vec<Place> = (0..grid.ranks()).map(|rank| grid.place(rank)).collect();
+    // Each kind of group: the key ranks share, in the order of their place inside.
+    let kinds: [(&str, fn(&Place) -> (usize, usize)); 4] =
+        [("tp", |p| (p.dp, p.pp)), ("dp", |p| (p.tp, p.pp)), ("pp", |p| (p.tp, p.dp)), ("world", |_| (0, 0))];
+    for (name, key) in kinds {
+        let mut list: Vec<Option<Box<dyn Group<T>>>> = (0..grid.ranks()).map(|_| None).collect();
+        let mut keys: Vec<(usize, usize)> = places.iter().map(key).collect();
+        keys.sort_unstable();
+        keys.dedup();
+        for of in keys {
+            let members: Vec<usize> = (0..grid.ranks()).filter(|&rank| key(&places[rank]) == of).collect();
+            let label = format!("{name} of ranks {members:?}");
+            if members.len() == 1 {
+                list[members[0]] = Some(Box::new(crate::comm::Alone));
+                continue;
+            }
+            for (rank, group) in members.iter().zip(threads::group::<T>(&label, members.len(), timeout)) {
+                list[*rank] = Some(Box::new(group));
+            }
+        }
+        lists.push(list);
+    }
+    let mut take = |kind: usize, rank: usize| lists[kind][rank].take().unwrap_or_else(|| Box::new(crate::comm::Alone));
+    (0..grid.ranks())
+        .map(|rank| Groups { tp: take(0, rank), dp: take(1, rank), pp: take(2, rank), world: take(3, rank) })
+        .collect()
+}
+
+fn lost() -> Error {
+    Error::communication("a rank's thread ended without a word")
+}
+
+/// `job`, with a panic turned into an error.
+fn guarded<R>(rank: usize, job: impl FnOnce() -> Result<R>) -> Result<R> {
+    catch_unwind(AssertUnwindSafe(job)).unwrap_or_else(|panic| {
+        let what = panic
+            .downcast_ref::<String>()
+            .cloned()
+            .or_else(|| panic.downcast_ref::<&str>().map(|s| s.to_string()))
+            .unwrap_or_else(|| "no message".into());
+        Err(Error::plugin(format!("rank {rank} panicked: {what}")))
+    })
+}
+
+/// All results, or the error that began it: waiting ranks only report that somebody else stopped.
+fn first_error<R>(results: Vec<Result<R>>) -> Result<Vec<R>> {
+    let mut fallout = None;
+    let mut all = Vec::new();
+    for result in results {
+        match result {
+            Ok(r) => all.push(r),
+            Err(e) if e.cause == Cause::Communication => fallout = fallout.or(Some(e)),
+            Err(e) => return Err(e),
+        }
+    }
+    match fallout {
+        Some(e) => Err(e),
+        None => Ok(all),
+    }
+}
