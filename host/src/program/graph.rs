@@ -124,6 +124,7 @@ pub enum Collective {
 }
 
 /// What a step does.
+#[expect(clippy::large_enum_variant, reason = "nearly every step is a launch")]
 #[derive(Clone, Debug)]
 pub enum Action {
     Launch {

@@ -45,6 +45,7 @@ enum At {
 /// Disjoint ranges of a space in ascending order, and whether each is written.
 type Pieces = SmallVec<[(Range<usize>, bool); 8]>;
 
+#[expect(clippy::large_enum_variant, reason = "nearly every step is a launch")]
 enum Bound {
     Launch {
         kernel: Arc<dyn Kernel>,

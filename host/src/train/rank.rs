@@ -180,6 +180,7 @@ impl<T: Element> Rank<T> {
                     mask.iter_mut().zip(&batch.loss_mask).for_each(|(to, &m)| *to = T::of(f64::from(m)));
                 }
                 "loss_scale" => program.get_mut(&mut arena, id)[0] = T::of(1.0 / tokens_of_step),
+                "sample" => program.get_int_mut(&mut arena, id)[0] = batch.first_sample as i32,
                 "aux_scale" => program.get_mut(&mut arena, id)[0] = T::of(tokens / tokens_of_step),
                 name => {
                     if let Some(data) = states.data.get(name) {
