@@ -11,7 +11,7 @@ use crate::kernel::{Args, Cost};
 use crate::par;
 use crate::real::Real;
 
-/// Sizes shared by the four kernels.
+/// Sizes shared by the kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PermuteShape {
     /// T.
@@ -35,11 +35,13 @@ pub struct Permute {
     pub shape: PermuteShape,
 }
 
-/// ins: dxs [T*K, C], drow_probs [T*K]; ints: slot [T*K]; outs: dx [T, C], dprobs [T, K] (overwritten).
+/// Gradient of the probabilities; that of x is [`Unpermute`] on the gradient of xs.
+///
+/// ins: drow_probs [T*K]; ints: slot [T*K]; outs: dprobs [T, K].
 #[derive(Clone, Debug)]
-pub struct PermuteBackward {
+pub struct PermuteProbsBackward {
     pub shape: PermuteShape,
-    /// dx += instead of =.
+    /// dprobs += instead of =.
     pub acc: bool,
 }
 
@@ -61,7 +63,7 @@ pub struct UnpermuteBackward {
 
 crate::kernels! {
     Permute => "moe_permute";
-    PermuteBackward => "moe_permute_backward";
+    PermuteProbsBackward => "moe_permute_probs_backward";
     Unpermute => "moe_unpermute";
     UnpermuteBackward => "moe_unpermute_backward";
 }
@@ -169,19 +171,18 @@ impl Permute {
     }
 }
 
-impl PermuteBackward {
+impl PermuteProbsBackward {
     fn cost(&self) -> Cost {
-        self.shape.cost(true)
+        Cost::new(0.0, 2.0 * self.shape.slots() as f64)
     }
 
     fn run<T: Real>(&self, args: Args<'_, T>) {
-        let s = &self.shape;
-        let ([dxs, drow_probs], [slot], [dx, dprobs]) = (args.ins, args.ints, args.outs) else {
-            unreachable!("moe_permute_backward takes dxs, drow_probs, slot and gives dx, dprobs")
+        let ([drow_probs], [slot], [dprobs]) = (args.ins, args.ints, args.outs) else {
+            unreachable!("moe_permute_probs_backward takes drow_probs, slot and gives dprobs")
         };
-        s.collect(dxs, slot, dx, self.acc);
-        for (d, &slot) in dprobs.iter_mut().zip(&slot[..s.slots()]) {
-            *d = if slot < 0 { T::ZERO } else { drow_probs[slot as usize] };
+        for (d, &slot) in dprobs.iter_mut().zip(&slot[..self.shape.slots()]) {
+            let before = if self.acc { *d } else { T::ZERO };
+            *d = before + if slot < 0 { T::ZERO } else { drow_probs[slot as usize] };
         }
     }
 }
@@ -283,12 +284,17 @@ mod tests {
         let dot = |a: &[f64], lda: usize, b: &[f64], ldb: usize, rows: usize| -> f64 {
             (0..rows).flat_map(|i| (0..3).map(move |c| a[i * lda + c] * b[i * ldb + c])).sum()
         };
-        let zero = || vec![vec![0.0; 19], vec![7.0; 8]];
-        let back = run(&PermuteBackward { shape: s, acc: false }, vec![g.clone(), gp.clone()], slot, zero());
-        assert!((dot(&call.outs[0], 4, &g, 4, 8) - dot(&x, 5, &back[0], 5, 4)).abs() < 1e-13);
+        let dx = run(&Unpermute { shape: s, acc: false }, vec![g.clone()], slot, vec![vec![0.0; 19]]);
+        assert!((dot(&call.outs[0], 4, &g, 4, 8) - dot(&x, 5, &dx[0], 5, 4)).abs() < 1e-13);
+        let probs_backward = |acc| {
+            let kernel = PermuteProbsBackward { shape: s, acc };
+            run(&kernel, vec![gp.clone()], slot, vec![vec![7.0; 8]])[0].clone()
+        };
+        let (d_probs, added) = (probs_backward(false), probs_backward(true));
         let weighted = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
-        assert!((weighted(&call.outs[1], &gp) - weighted(&probs, &back[1])).abs() < 1e-13);
-        assert_eq!((back[1][2], back[1][7]), (0.0, 0.0));
+        assert!((weighted(&call.outs[1], &gp) - weighted(&probs, &d_probs)).abs() < 1e-13);
+        assert_eq!((d_probs[2], d_probs[7]), (0.0, 0.0));
+        assert!(added.iter().zip(&d_probs).all(|(a, d)| (a - d - 7.0).abs() < 1e-14));
 
         let y = run(&Unpermute { shape: s, acc: false }, vec![g.clone()], slot, vec![vec![0.0; 19]]);
         let dys = run(&UnpermuteBackward { shape: s, acc: false }, vec![x.clone()], source, vec![vec![3.0; 31]]);

@@ -138,7 +138,7 @@ pub fn norm_mask(cx: &mut Recorder<'_>, channels: &Dim) -> Result<Option<Mask>> 
 
 /// What a marked point of the forward becomes: masked, scaled by a soft depth, or itself.
 pub fn at_role(cx: &mut Recorder<'_>, role: Role, x: ValueId) -> Result<ValueId> {
-    let x = mask_segments(cx, role, x)?;
+    let x = mask_segments(cx, x, |cx, axis| masks(cx, role, axis))?;
     match (role, cx.layer()) {
         (Role::MixerOutput, Some(layer)) if matches!(cx.cx.states.depth(layer), Some(StateKey::Soft { .. })) => {
             keep_probability(cx, x, layer)
@@ -147,7 +147,12 @@ pub fn at_role(cx: &mut Recorder<'_>, role: Role, x: ValueId) -> Result<ValueId>
     }
 }
 
-fn mask_segments(cx: &mut Recorder<'_>, role: Role, x: ValueId) -> Result<ValueId> {
+/// x times the masks of its last dimension's axes that `wanted` picks.
+pub fn mask_segments(
+    cx: &mut Recorder<'_>,
+    x: ValueId,
+    wanted: impl Fn(&Recorder<'_>, AxisKey) -> bool,
+) -> Result<ValueId> {
     let v = cx.value(x).clone();
     let mut masks_used: Vec<(AxisKey, ValueId)> = Vec::new();
     let mut segments = Vec::new();
@@ -155,7 +160,7 @@ fn mask_segments(cx: &mut Recorder<'_>, role: Role, x: ValueId) -> Result<ValueI
     for seg in &v.last().segs {
         let mut index = None;
         if let Some(axis) = seg.axis
-            && masks(cx, role, axis)
+            && wanted(cx, axis)
             && let Some(mask) = mask(cx, axis, seg)?
         {
             index = Some(masks_used.iter().position(|&(used, _)| used == axis).unwrap_or_else(|| {

@@ -6,24 +6,29 @@
 
 pub mod activation;
 pub mod arith;
+pub mod attention;
 pub mod causal_conv1d;
 pub mod dropout;
 pub mod embedding;
 pub mod gated_norm;
 pub mod gather_rows;
-mod heads;
+pub mod grouped_linear;
 pub mod layer_norm;
 pub mod linear;
 pub mod lm_loss;
 pub mod mask;
+pub mod moe_permute;
+pub mod moe_route;
 pub mod reduce;
 pub mod rms_norm;
+pub mod rope;
 pub mod row_scale;
 pub mod rows;
 pub mod shape;
 pub mod softmax;
 pub mod ssd_scan;
 pub mod token_losses;
+mod heads;
 
 use super::graph::ValueId;
 use super::recorder::Recorder;
@@ -66,15 +71,20 @@ impl<A: Op> HostOp for Typed<A> {
 static OPERATORS: &[&[&dyn HostOp]] = &[
     activation::OPS,
     arith::OPS,
+    attention::OPS,
     causal_conv1d::OPS,
     dropout::OPS,
     embedding::OPS,
     gated_norm::OPS,
     gather_rows::OPS,
+    grouped_linear::OPS,
     layer_norm::OPS,
     linear::OPS,
+    moe_permute::OPS,
+    moe_route::OPS,
     reduce::OPS,
     rms_norm::OPS,
+    rope::OPS,
     row_scale::OPS,
     shape::OPS,
     softmax::OPS,
