@@ -59,8 +59,7 @@ pub fn record(cx: &mut Recorder<'_>, attrs: Attention, inputs: &[ValueId]) -> Re
         return Err(cx.error(format!("{} rows are not the {} tokens that cu_seqlens divides", v.rows, cx.cx.tokens)));
     }
     let (q_heads, kv_heads, head_dim) = (q.local_units(), k.local_units(), q.unit);
-    let dims: Vec<Dim> =
-        v.dims[..v.dims.len() - 1].iter().cloned().chain([Dim::of(&q.name, [q.clone()])]).collect();
+    let dims: Vec<Dim> = v.dims[..v.dims.len() - 1].iter().cloned().chain([Dim::of(&q.name, [q.clone()])]).collect();
     let needs_grad = cx.needs_grad(&[x]);
     let y = cx.fresh("attention", dims, false, needs_grad);
     let lse = cx.fresh("lse", [Dim::plain("rows", v.rows), Dim::plain("heads", q_heads)], false, false);
@@ -96,8 +95,7 @@ impl Backward for AttentionGrad {
     fn backward(&self, bw: &mut Backprop<'_>) -> Result<()> {
         let Some(dy) = bw.dy(self.y) else { return Ok(()) };
         let Some(dx) = bw.dx(self.x, false) else { return Ok(()) };
-        let kernel =
-            AttentionBackward { shape: self.shape, ld_do: bw.ld(dy), ld_dqkv: bw.ld(dx.value), acc: dx.acc };
+        let kernel = AttentionBackward { shape: self.shape, ld_do: bw.ld(dy), ld_dqkv: bw.ld(dx.value), acc: dx.acc };
         bw.emit(kernel, &[self.x, self.y, self.lse, dy], &[dx.value], &[self.cu_seqlens], &[]);
         Ok(())
     }
@@ -173,8 +171,8 @@ pub(super) mod tests {
 
     #[test]
     fn uneven_slices_are_refused() {
-        let test = block(true, None, heads(AxisState::Slice { n: 3 }));
-        let refused = std::panic::catch_unwind(|| test.run(crate::mesh::Grid::SINGLE));
+        let slice = || heads(AxisState::Slice { n: 3 });
+        let refused = std::panic::catch_unwind(|| block(true, None, slice()).run(crate::mesh::Grid::SINGLE));
         assert!(refused.is_err());
     }
 }

@@ -12,9 +12,7 @@ use crate::program::backprop::{Backprop, Backward};
 use crate::program::dims::Dim;
 use crate::program::graph::{DType, ValueId};
 use crate::program::recorder::Recorder;
-use gantry_kernels::cpu::moe_permute::{
-    Permute, PermuteProbsBackward, PermuteShape, Unpermute, UnpermuteBackward,
-};
+use gantry_kernels::cpu::moe_permute::{Permute, PermuteProbsBackward, PermuteShape, Unpermute, UnpermuteBackward};
 use gantry_plugin_api::ops::{MoePermute, MoeUnpermute};
 
 pub static OPS: &[&dyn HostOp] = &[
@@ -55,14 +53,8 @@ pub fn permute(cx: &mut Recorder<'_>, _: MoePermute, inputs: &[ValueId]) -> Resu
     let offsets = cx.fresh_int("offsets", [Dim::plain("experts", experts + 1)], false);
     let slot_of = cx.fresh_int("slot_of", i.dims.clone(), false);
     let token_of = cx.fresh_int("token_of", [slots()], false);
-    let shape = PermuteShape {
-        tokens: v.rows,
-        k: p.cols,
-        experts,
-        channels: v.cols,
-        ld: v.ld,
-        ld_slots: cx.value(xs).ld,
-    };
+    let shape =
+        PermuteShape { tokens: v.rows, k: p.cols, experts, channels: v.cols, ld: v.ld, ld_slots: cx.value(xs).ld };
     cx.g.emit(Permute { shape }, &[x, probs], &[xs, row_probs], &[indices], &[offsets, slot_of, token_of]);
     cx.node(PermuteGrad { x, probs, xs, row_probs, slot_of, shape }, &[xs, row_probs]);
     Ok(Results::from_iter([xs, row_probs, offsets, slot_of, token_of]))

@@ -66,13 +66,8 @@ impl Backward for RopeGrad {
     fn backward(&self, bw: &mut Backprop<'_>) -> Result<()> {
         let Some(dy) = bw.dy(self.y) else { return Ok(()) };
         let Some(dx) = bw.dx(self.x, false) else { return Ok(()) };
-        let kernel = Kernel {
-            inverse: true,
-            ld_x: bw.ld(dy),
-            ld_y: bw.ld(dx.value),
-            acc: dx.acc,
-            ..self.kernel.clone()
-        };
+        let kernel =
+            Kernel { inverse: true, ld_x: bw.ld(dy), ld_y: bw.ld(dx.value), acc: dx.acc, ..self.kernel.clone() };
         bw.emit(kernel, &[dy], &[dx.value], &[self.cu_seqlens], &[]);
         Ok(())
     }
