@@ -83,11 +83,12 @@ pub struct Config {
     /// What the bias moves by per step, against the sign of the load's surplus.
     #[serde(default = "default::moe_router_bias_update_rate")]
     pub moe_router_bias_update_rate: f64,
-    #[serde(default)]
-    pub moe_router_load_balancing_type: LoadBalancing,
-    /// Coefficient of the balancing loss.
+    /// Coefficient of the loss that balances experts over the tokens of a micro-batch.
     #[serde(default)]
     pub moe_aux_loss_coeff: f64,
+    /// Coefficient of the loss that balances experts over the tokens of each sequence.
+    #[serde(default)]
+    pub moe_seq_aux_loss_coeff: f64,
     /// Coefficient of the mean squared logsumexp of the router's logits.
     #[serde(default)]
     pub moe_z_loss_coeff: f64,
@@ -146,18 +147,6 @@ impl From<ScoreFunction> for ScoreFn {
             ScoreFunction::Softmax => ScoreFn::Softmax,
         }
     }
-}
-
-/// What the balancing loss averages over.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, JsonSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum LoadBalancing {
-    #[default]
-    None,
-    /// The tokens of a micro-batch.
-    AuxLoss,
-    /// The tokens of each sequence.
-    SeqAuxLoss,
 }
 
 mod default {

@@ -5,7 +5,7 @@
 //! are multiplied by the token's weight, so that fc2 adds up what is already weighted. The bias follows the load
 //! (Wang et al. 2024, "Auxiliary-loss-free load balancing"); auxiliary losses are the host's, by the router's attributes.
 
-use crate::config::{Activation, Config, LoadBalancing, needed, positive, within};
+use crate::config::{Activation, Config, needed, positive, within};
 use crate::declare::{BlockDeclaration, hidden};
 use crate::mlp::Mlp;
 use crate::pattern::LayerKind;
@@ -35,18 +35,7 @@ impl Sizes {
                 "config.moe_router_topk = {topk} is more than num_moe_experts = {experts}; lower it"
             )));
         }
-        let coeff = within(config.moe_aux_loss_coeff, "moe_aux_loss_coeff", 0.0..=f64::MAX)?;
-        let (aux_loss, seq_aux_loss) = match config.moe_router_load_balancing_type {
-            LoadBalancing::AuxLoss => (coeff, 0.0),
-            LoadBalancing::SeqAuxLoss => (0.0, coeff),
-            LoadBalancing::None if coeff == 0.0 => (0.0, 0.0),
-            LoadBalancing::None => {
-                return Err(Error::config(format!(
-                    "config.moe_aux_loss_coeff is {coeff}, but moe_router_load_balancing_type is none; \
-                     set it to aux_loss or seq_aux_loss, or the coefficient to 0"
-                )));
-            }
-        };
+        let coefficient = |value, key| within(value, key, 0.0..=f64::MAX);
         let capacity_factor = match config.moe_expert_capacity_factor {
             Some(factor) => within(factor, "moe_expert_capacity_factor", f64::MIN_POSITIVE..=f64::MAX)?,
             None => 0.0,
@@ -66,9 +55,9 @@ impl Sizes {
                 // The score of a single expert is its weight as it is: normalised it would always be 1.
                 normalize: topk > 1,
                 scaling: config.moe_router_topk_scaling_factor,
-                aux_loss,
-                seq_aux_loss,
-                z_loss: within(config.moe_z_loss_coeff, "moe_z_loss_coeff", 0.0..=f64::MAX)?,
+                aux_loss: coefficient(config.moe_aux_loss_coeff, "moe_aux_loss_coeff")?,
+                seq_aux_loss: coefficient(config.moe_seq_aux_loss_coeff, "moe_seq_aux_loss_coeff")?,
+                z_loss: coefficient(config.moe_z_loss_coeff, "moe_z_loss_coeff")?,
                 capacity_factor,
             },
             bias_rate: config.moe_router_enable_expert_bias.then_some(rate),

@@ -113,8 +113,8 @@ fn errors_name_the_key_both_numbers_and_the_remedy() {
     assert!(e.contains("num_attention_heads = 6 does not divide hidden_size = 32; set kv_channels"), "{e}");
     let e = message(&[("position_embedding_type", json!("rope")), ("rotary_percent", json!(0.4))]);
     assert!(e.contains("rotary_percent = 0.4 of a head's 8 channels are 3"), "{e}");
-    let e = message(&[("moe_aux_loss_coeff", json!(0.01))]);
-    assert!(e.contains("moe_router_load_balancing_type is none"), "{e}");
+    let e = message(&[("moe_aux_loss_coeff", json!(-0.01))]);
+    assert!(e.contains("config.moe_aux_loss_coeff is -0.01; it must lie between 0"), "{e}");
     let e = message(&[("mamba_dt_min", json!(1.0))]);
     assert!(e.contains("mamba_dt_min = 1 is more than mamba_dt_max = 0.1"), "{e}");
     assert!(message(&[("hidden_size", json!(0))]).contains("config.hidden_size is 0"));
