@@ -13,6 +13,7 @@ pub mod embedding;
 pub mod gated_norm;
 pub mod gather_rows;
 pub mod grouped_linear;
+mod heads;
 pub mod layer_norm;
 pub mod linear;
 pub mod lm_loss;
@@ -28,7 +29,6 @@ pub mod shape;
 pub mod softmax;
 pub mod ssd_scan;
 pub mod token_losses;
-mod heads;
 
 use super::graph::ValueId;
 use super::recorder::Recorder;
