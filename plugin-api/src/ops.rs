@@ -297,6 +297,12 @@ operators! {
     CosineLoss = 31 v 1 "cosine_loss" {}
     /// x with each row multiplied by weight [tokens].
     RowScale = 32 v 1 "row_scale" {}
+    /// An operator that a loaded plugin brings, see [`CustomOp`](crate::sdk::CustomOp).
+    Custom = 33 v 1 "custom" {
+        name: String = String::new(),
+        /// Its attributes as JSON.
+        attrs: String = "{}".into(),
+    }
 }
 
 /// Meaning of a point in a provider's forward, for elastifiers. Closed within a major version of the API.

@@ -242,6 +242,8 @@ pub enum ProviderKind {
     Model,
     Elastifier,
     Hooks,
+    /// A custom operator; `config` is its attributes.
+    Operator,
 }
 
 /// Part of a model that one pipeline stage chunk builds.

@@ -107,3 +107,46 @@ fn ranks_have_instances_of_their_own() {
         }
     });
 }
+
+#[test]
+fn a_custom_operator_computes_on_the_hosts_buffers() {
+    use gantry_plugin_api::abi::custom::{In, Out};
+    use gantry_plugin_api::sdk::custom::{Placement, Shape};
+    let _set = set();
+    let cap = 2.0;
+    let op = gantry::plugin::custom::instance("elastic-test.softcap", r#"{"cap": 2.0}"#).unwrap();
+    let (rows, cols, ld) = (40, 3, 5);
+    let shapes = op.shapes(&[Shape { rows, cols }, Shape { rows: 1, cols }]).unwrap();
+    assert_eq!((shapes.placement, shapes.shapes.outputs.len()), (Placement::Rows, 1));
+    // x is a window of a wider buffer: rows 5 apart, the last one ends early.
+    let x: Vec<f64> = (0..(rows - 1) * ld + cols).map(|i| (i as f64 * 0.37).sin() * 4.0).collect();
+    let w = [0.5, 1.0, -1.5];
+    let (mut y, mut tanh) = (vec![0.0; rows * cols], vec![0.0; rows * cols]);
+    let ins = [In { data: &x, rows, cols, ld }, In { data: &w, rows: 1, cols, ld: cols }];
+    fn out(data: &mut [f64], rows: usize) -> Out<'_, f64> {
+        let cols = data.len() / rows;
+        Out { data, rows, cols, ld: cols }
+    }
+    op.forward::<f64>(&ins, &mut [out(&mut y, rows)], &mut [out(&mut tanh, rows)], &mut []).unwrap();
+    for i in 0..rows {
+        for c in 0..cols {
+            let expect = cap * (x[i * ld + c] * w[c] / cap).tanh();
+            assert!((y[i * cols + c] - expect).abs() < 1e-14);
+        }
+    }
+    let dy = vec![1.0; rows * cols];
+    let (mut dx, mut dw) = (vec![f64::NAN; rows * cols], vec![f64::NAN; cols]);
+    let saved = [In { data: &tanh, rows, cols, ld: cols }];
+    let dys = [In { data: &dy, rows, cols, ld: cols }];
+    let grads = &mut [out(&mut dx, rows), out(&mut dw, 1)];
+    op.backward::<f64>(&ins, &saved, &dys, grads, &mut []).unwrap();
+    let slope = |i: usize, c: usize| 1.0 - (x[i * ld + c] * w[c] / cap).tanh().powi(2);
+    for c in 0..cols {
+        let expect: f64 = (0..rows).map(|i| slope(i, c) * x[i * ld + c]).sum();
+        assert!((dw[c] - expect).abs() < 1e-12);
+        assert!((0..rows).all(|i| (dx[i * cols + c] - slope(i, c) * w[c]).abs() < 1e-14));
+    }
+    let short = [In { data: &x[..10], rows, cols, ld }, ins[1]];
+    let e = op.forward::<f64>(&short, &mut [], &mut [], &mut []).unwrap_err().to_string();
+    assert_eq!(e, "40 rows of 3, 5 apart, do not fit into 10 elements");
+}

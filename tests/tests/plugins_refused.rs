@@ -118,7 +118,7 @@ fn two_plugins_with_one_provider_are_ambiguous() {
 #[test]
 fn an_inspection_says_what_is_inside() {
     let inspection = inspect(&allowed(&fixture("elastic-test")), &Search::default()).unwrap();
-    assert_eq!((inspection.name.as_str(), inspection.providers.len()), ("elastic-test", 3));
+    assert_eq!((inspection.name.as_str(), inspection.providers.len()), ("elastic-test", 4));
     assert!(inspection.rustc.starts_with("rustc ") && inspection.operators.contains(&"ssd_scan".to_owned()));
     let schema = &inspection.providers[0].config_schema;
     assert!(schema["properties"]["layers"].is_object(), "{schema}");

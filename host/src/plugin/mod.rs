@@ -3,6 +3,7 @@
 //! - [`find`]: where a plugin's file is looked for, and what is checked before it is opened.
 //! - [`registry`]: [`PluginSet`], the loaded plugins of a run, and the providers in them by name.
 //! - [`instance`]: a provider, module, elastifier or set of hooks as safe Rust: one per rank, used on one thread.
+//! - [`custom`]: the operators that loaded plugins bring.
 //! - [`purity`]: records a forward twice and compares.
 //! - [`watch`]: says so when a call into a plugin does not come back.
 //! - [`services`]: what plugins get from the host outside of a recording: log and threads.
@@ -11,6 +12,7 @@
 //! May depend on `gantry_plugin_api` and, of the host, on `failure` only. Invariant: nothing here knows a model; a plugin can
 //! end a run only with an error that names it.
 
+pub mod custom;
 pub mod error;
 pub mod find;
 pub mod inspect;

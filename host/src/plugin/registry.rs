@@ -101,6 +101,9 @@ impl PluginSet {
             }
         }
         tracing::debug!(plugin = hello.name, version = hello.version, path = %path.display(), "plugin loaded");
+        for operator in providers.iter().filter(|p| p.kind == ProviderKind::Operator) {
+            super::custom::register(&operator.name, table);
+        }
         let HelloInfo { name, version, api, .. } = hello;
         self.plugins.push(Plugin { name, version, api, path: path.into(), providers, table });
         Ok(())
@@ -151,7 +154,8 @@ fn has(providers: &[ProviderInfo]) -> String {
     let words = providers.iter().map(|p| match p.kind {
         ProviderKind::Model => format!("model {}", p.name),
         ProviderKind::Elastifier => format!("elastifier {}", p.name),
-        _ => format!("hooks {}", p.name),
+        ProviderKind::Hooks => format!("hooks {}", p.name),
+        _ => format!("operator {}", p.name),
     });
     words.collect::<Vec<_>>().join(", ")
 }

@@ -130,7 +130,12 @@ impl Program {
         };
         for i in range {
             match &self.steps[i] {
-                Bound::Launch { .. } => launch(&self.steps[i], arena, memory),
+                Bound::Launch { .. } => {
+                    launch(&self.steps[i], arena, memory);
+                    if let Some(e) = super::ops::custom::take_failure() {
+                        return Err(e.at(self.graph.step_path(&self.graph.steps[i])));
+                    }
+                }
                 Bound::Collective { kind, src, dst } => collective(*kind, src, dst, arena, tp)
                     .map_err(|e| e.at(self.graph.step_path(&self.graph.steps[i])))?,
             }

@@ -6,6 +6,7 @@
 //! - [`hello`]: the plain symbol a host reads before it trusts a library with anything.
 //! - [`guard`]: panics stop here, on either side, and become errors.
 //! - [`host`]: the host's half: the object a provider calls into, valid only during a call.
+//! - [`custom`]: operators that a plugin brings, from the host's slices to its own and back.
 //! - [`plugin`]: the provider's half, instantiated by `export_plugin!`.
 //! - [`load`] (feature `host`): opens a library, reads its hello, decides, loads.
 //!
@@ -14,6 +15,7 @@
 
 #![allow(unsafe_code)]
 
+pub mod custom;
 pub mod guard;
 pub mod hello;
 pub mod host;

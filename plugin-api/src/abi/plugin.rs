@@ -2,13 +2,14 @@
 //!
 //! Every entry catches panics. An [`Object`] points to a boxed [`Held`], so one release function serves all kinds.
 
+use super::custom::Bound;
 use super::guard::{catch, install_quiet_hook, protect};
 use super::hello::NeededOperator;
 use super::tables::{HostTableRef, ParBody, PluginTable, PluginTableRef};
-use super::types::{Ctx, Object, Reply};
+use super::types::{Ctx, CustomRun, Object, Reply};
 use crate::plan::{AxisSetting, MicroBatchInfo, ModelPlan, ProviderInfo, ProviderKind, Stage};
 use crate::sdk::{
-    Configure, Cx, Elastifier, Error, HookEvent, Hooks, Module, Provider, Result, check_settings, configure,
+    Configure, CustomOp, Cx, Elastifier, Error, HookEvent, Hooks, Module, Provider, Result, check_settings, configure,
 };
 use abi_stable::library::{__call_root_module_loader, RootModuleResult};
 use abi_stable::prefix_type::WithMetadata;
@@ -52,6 +53,20 @@ impl Entry {
         }
     }
 
+    pub const fn operator<T: CustomOp>() -> Entry {
+        Entry {
+            name: T::NAME,
+            kind: ProviderKind::Operator,
+            info: |name, kind| ProviderInfo {
+                name: name.into(),
+                kind,
+                summary: T::SUMMARY.into(),
+                config_schema: configure::schema::<T::Attrs>(),
+            },
+            create: |_, attrs| Ok(Held::Operator(super::custom::bind::<T>(attrs)?)),
+        }
+    }
+
     pub const fn hooks<T: Configure + Hooks>(name: &'static str) -> Entry {
         Entry {
             name,
@@ -63,11 +78,12 @@ impl Entry {
 }
 
 /// What an [`Object`] points to.
-enum Held {
+pub(super) enum Held {
     Provider(Box<dyn Provider>),
     Module(Box<dyn Module>),
     Elastifier(RefCell<Box<dyn Elastifier>>),
     Hooks(RefCell<Box<dyn Hooks>>),
+    Operator(Box<dyn Bound>),
 }
 
 impl Held {
@@ -75,7 +91,7 @@ impl Held {
         Object { ptr: Box::into_raw(Box::new(self)).cast() }
     }
 
-    fn of<'a>(object: Object) -> Result<&'a Held> {
+    pub(super) fn of<'a>(object: Object) -> Result<&'a Held> {
         // SAFETY: the host hands back only what `into_object` gave it, and not after `release`.
         unsafe { object.ptr.cast::<Held>().as_ref() }.ok_or_else(|| Error::plugin("the host passed a null object"))
     }
@@ -85,11 +101,11 @@ fn wrong_kind<T>(wanted: &str) -> Result<T> {
     Err(Error::plugin(format!("the host called a function of {wanted} on another kind of object")))
 }
 
-fn json_in<T: serde::de::DeserializeOwned>(what: &str, text: RStr<'_>) -> Result<T> {
+pub(super) fn json_in<T: serde::de::DeserializeOwned>(what: &str, text: RStr<'_>) -> Result<T> {
     serde_json::from_str(text.as_str()).map_err(|e| Error::plugin(format!("{what} from the host: {e}")))
 }
 
-fn json_out<T: serde::Serialize>(value: &T) -> Result<RString> {
+pub(super) fn json_out<T: serde::Serialize>(value: &T) -> Result<RString> {
     serde_json::to_string(value).map(RString::from).map_err(|e| Error::plugin(e.to_string()))
 }
 
@@ -147,6 +163,8 @@ impl<P: Plugin> Functions<P> {
         elastifier_begin,
         elastifier_widths,
         hooks_event,
+        custom_shapes,
+        custom_run,
         #[cfg(feature = "grown")]
         about: Self::about,
     };
@@ -264,6 +282,14 @@ extern "C" fn hooks_event(object: Object, event: u32, ctx: Ctx, step: u64, json:
     })
 }
 
+extern "C" fn custom_shapes(object: Object, inputs: RStr<'_>) -> Reply<RString> {
+    protect("shapes", || super::custom::shapes(object, inputs))
+}
+
+extern "C" fn custom_run(object: Object, call: &CustomRun<'_>) -> Reply<()> {
+    protect(if call.backward { "backward" } else { "forward" }, || super::custom::run(object, call))
+}
+
 /// Carries a parallel loop across: `body` runs on the host's threads.
 pub fn par_for<F: Fn(u64, u64) + Sync>(table: HostTableRef, items: u64, grain: u64, body: &F) -> Result<()> {
     extern "C" fn run<F: Fn(u64, u64) + Sync>(data: *const (), begin: u64, end: u64) -> Reply<()> {
@@ -296,6 +322,7 @@ pub fn log(level: crate::sdk::LogLevel, message: &str) {
 ///     models: { "my-model" => MyModel },
 ///     elastifiers: { "my-elastifier" => MyElastifier },
 ///     hooks: {},
+///     custom_ops: [MyOperator],
 ///     operators: [ops::Linear, ops::RmsNorm],
 /// }
 /// ```
@@ -310,6 +337,7 @@ macro_rules! export_plugin {
         $(, models: { $($model:expr => $model_ty:ty),* $(,)? })?
         $(, elastifiers: { $($elastifier:expr => $elastifier_ty:ty),* $(,)? })?
         $(, hooks: { $($hooks:expr => $hooks_ty:ty),* $(,)? })?
+        $(, custom_ops: [ $($custom:ty),* $(,)? ])?
         $(, operators: [ $($op:ty),* $(,)? ])?
         $(,)?
     ) => {
@@ -327,6 +355,7 @@ macro_rules! export_plugin {
                 $($($crate::abi::plugin::Entry::model::<$model_ty>($model),)*)?
                 $($($crate::abi::plugin::Entry::elastifier::<$elastifier_ty>($elastifier),)*)?
                 $($($crate::abi::plugin::Entry::hooks::<$hooks_ty>($hooks),)*)?
+                $($($crate::abi::plugin::Entry::operator::<$custom>(),)*)?
             ];
         }
 

@@ -5,7 +5,7 @@
 
 use super::hello::PLUGIN_API_NAME;
 use super::layout::{SEED, mix_number};
-use super::types::{AbiError, Ctx, Object, RawCall, RawOutputs, Reply};
+use super::types::{AbiError, Ctx, CustomRun, Object, RawCall, RawOutputs, RawRows, RawRowsMut, Reply};
 use crate::sdk::TensorRef;
 use abi_stable::library::RootModule;
 use abi_stable::package_version_strings;
@@ -77,8 +77,12 @@ crate::abi_struct! {
         /// A budget to a list of `AxisSetting` as JSON.
         pub elastifier_widths: extern "C" fn(Object, f64) -> Reply<RString>,
         /// Number of a `HookEvent`, step, JSON in, JSON out.
+        pub hooks_event: extern "C" fn(Object, u32, Ctx, u64, RStr<'_>) -> Reply<RString>,
+        /// Shapes of the inputs to a `CustomShapes`, both JSON.
+        pub custom_shapes: extern "C" fn(Object, RStr<'_>) -> Reply<RString>,
+        /// From any thread.
         #[sabi(last_prefix_field)]
-        pub hooks_event: extern "C" fn(Object, u32, Ctx, u64, RStr<'_>) -> Reply<RString>;
+        pub custom_run: extern "C" fn(Object, &CustomRun<'_>) -> Reply<()>;
         grown
         /// One more description of the plugin, as JSON. Test-only growth.
         pub about: extern "C" fn() -> Reply<RString>
@@ -100,6 +104,9 @@ pub const LAYOUT_HASH: u64 = {
     let h = mix_number(h, RawOutputs::LAYOUT);
     let h = mix_number(h, AbiError::LAYOUT);
     let h = mix_number(h, ParBody::LAYOUT);
+    let h = mix_number(h, RawRows::LAYOUT);
+    let h = mix_number(h, RawRowsMut::LAYOUT);
+    let h = mix_number(h, CustomRun::LAYOUT);
     let h = mix_number(h, size_of::<TensorRef>() as u64);
     let h = mix_number(h, size_of::<Reply<RString>>() as u64);
     let h = mix_number(h, HostTable::LAYOUT);

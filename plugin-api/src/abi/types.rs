@@ -64,6 +64,53 @@ crate::abi_struct! {
     }
 }
 
+crate::abi_struct! {
+    /// Rows of f32 or f64 to be read.
+    #[derive(Clone, Copy)]
+    pub struct RawRows {
+        pub ptr: *const (),
+        /// Elements from the first of the first row to the last of the last.
+        pub len: usize,
+        pub rows: usize,
+        pub cols: usize,
+        /// Elements between the beginnings of two rows.
+        pub ld: usize,
+    }
+}
+
+crate::abi_struct! {
+    /// Rows of f32 or f64 to be written.
+    #[derive(Clone, Copy)]
+    pub struct RawRowsMut {
+        pub ptr: *mut (),
+        pub len: usize,
+        pub rows: usize,
+        pub cols: usize,
+        pub ld: usize,
+    }
+}
+
+crate::abi_struct! {
+    /// One forward or backward of a custom operator.
+    #[derive(Clone, Copy)]
+    pub struct CustomRun<'a> {
+        pub backward: bool,
+        /// Elements are f64.
+        pub wide: bool,
+        pub inputs: RSlice<'a, RawRows>,
+        /// Backward only.
+        pub saved: RSlice<'a, RawRows>,
+        /// Backward only.
+        pub output_grads: RSlice<'a, RawRows>,
+        /// Outputs of a forward; gradients of the inputs of a backward.
+        pub outputs: RSlice<'a, RawRowsMut>,
+        /// Forward only.
+        pub saved_out: RSlice<'a, RawRowsMut>,
+        /// One row, or none.
+        pub work: RawRowsMut,
+    }
+}
+
 /// What every function that can fail gives back.
 pub type Reply<T> = RResult<T, AbiError>;
 

@@ -22,27 +22,31 @@ pub trait Configure: Sized + 'static {
 }
 
 pub(crate) fn info<T: Configure>(name: &str, kind: ProviderKind) -> ProviderInfo {
-    ProviderInfo { name: name.into(), kind, summary: T::SUMMARY.into(), config_schema: schema::<T>() }
+    ProviderInfo { name: name.into(), kind, summary: T::SUMMARY.into(), config_schema: schema::<T::Config>() }
 }
 
-fn schema<T: Configure>() -> Value {
-    schemars::schema_for!(T::Config).to_value()
+pub(crate) fn schema<C: JsonSchema>() -> Value {
+    schemars::schema_for!(C).to_value()
 }
 
 pub(crate) fn create<T: Configure>(name: &str, config: &Value) -> Result<T> {
+    T::new(parse(name, config)?).map_err(|e| e.at(name))
+}
+
+/// A config from JSON; errors name the key by its path, after `name`.
+pub(crate) fn parse<C: DeserializeOwned + JsonSchema>(name: &str, config: &Value) -> Result<C> {
     // A module without a config section has an empty one.
     let empty = Value::Object(serde_json::Map::new());
     let config = if config.is_null() { &empty } else { config };
-    let schema = schema::<T>();
+    let schema = schema::<C>();
     check_keys(&schema, &schema, config, "config").map_err(|e| e.at(name))?;
-    let parsed: T::Config = serde_path_to_error::deserialize(config).map_err(|e| {
+    serde_path_to_error::deserialize(config).map_err(|e| {
         let path = match e.path().to_string() {
             p if p == "." => "config".into(),
             p => format!("config.{p}"),
         };
         Error::config(format!("{name}: {path}: {}", e.into_inner()))
-    })?;
-    T::new(parsed).map_err(|e| e.at(name))
+    })
 }
 
 /// Refuses keys the schema does not have, wherever it lists the properties of an object.

@@ -7,6 +7,7 @@
 
 mod check;
 pub mod configure;
+pub mod custom;
 pub mod cx;
 mod declare;
 mod error;
@@ -17,6 +18,7 @@ mod traits;
 
 pub use check::check_settings;
 pub use configure::Configure;
+pub use custom::{CustomOp, Number};
 pub use cx::{BufferId, Cx, Operand, ParamId, Tensor};
 pub use error::{Error, ErrorKind, Result};
 pub use operators::{Permuted, Routing};

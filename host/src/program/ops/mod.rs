@@ -8,6 +8,7 @@ pub mod activation;
 pub mod arith;
 pub mod attention;
 pub mod causal_conv1d;
+pub mod custom;
 pub mod dropout;
 pub mod embedding;
 pub mod gated_norm;
@@ -73,6 +74,7 @@ static OPERATORS: &[&[&dyn HostOp]] = &[
     arith::OPS,
     attention::OPS,
     causal_conv1d::OPS,
+    custom::OPS,
     dropout::OPS,
     embedding::OPS,
     gated_norm::OPS,

@@ -1,5 +1,7 @@
 //! A small model and the smallest elastifier: its states are data in the recipe. And hooks that count.
 
+mod operator;
+
 use gantry_plugin_api::ops::{Act, Role};
 use gantry_plugin_api::plan::{
     Axis, AxisSetting, Block, Direction, ElasticPlan, Init, Layout, MicroBatchInfo, ModelPlan, Param, Port, PortKind,
@@ -17,6 +19,7 @@ gantry_plugin_api::export_plugin! {
     models: { "tiny" => Tiny },
     elastifiers: { "scripted" => Scripted },
     hooks: { "counting" => Counting },
+    custom_ops: [operator::SoftCap],
 }
 
 /// Sizes of the model.
