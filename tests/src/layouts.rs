@@ -5,7 +5,6 @@ use gantry::data::Batch;
 use gantry::error::Result;
 use gantry::mesh::Grid;
 use gantry::optim::update::{AdamConfig, StepHyper};
-use gantry::plugin::{PluginSet, Search};
 use gantry::train::record::Tamper;
 use gantry::train::team::{ElasticSpec, Kind, Team, TeamSpec};
 use gantry_kernels::philox::Stream;
@@ -42,7 +41,7 @@ pub fn dense() -> Value {
 
 /// A team's description with everything at its default.
 pub fn spec(provider: &str, config: Value, grid: Grid) -> TeamSpec {
-    let plugins = PluginSet::load(Search::standard(Vec::new()), [provider]).unwrap_or_else(|e| panic!("{e}"));
+    let plugins = crate::plugins::providers(&[provider]);
     TeamSpec {
         plugins,
         provider: provider.into(),

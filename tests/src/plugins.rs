@@ -32,6 +32,24 @@ pub fn build_workspace(workspace: &str, name: &str, arguments: &[&str]) -> PathB
     target.join(if arguments.contains(&"--release") { "release" } else { "debug" })
 }
 
+/// The providers of the product as plugins, built for this test's own profile if a `cargo test -p` has not done so.
+pub fn providers(names: &[&str]) -> gantry::plugin::PluginSet {
+    static BUILT: OnceLock<()> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        // A test binary lies in TARGET/PROFILE/deps.
+        let binary = std::env::current_exe().expect("a test has a file");
+        let profile = binary.parent().and_then(Path::parent).expect("a test binary lies in TARGET/PROFILE/deps");
+        let target = profile.parent().expect("a profile lies in a target folder");
+        let mut arguments = vec!["-p", "nemotron-hybrid", "-p", "dense-gpt"];
+        if profile.ends_with("release") {
+            arguments.push("--release");
+        }
+        build(&root().join("Cargo.toml"), target, &arguments);
+    });
+    let search = gantry::plugin::Search::standard(Vec::new());
+    gantry::plugin::PluginSet::load(search, names.iter().copied()).unwrap_or_else(|e| panic!("{e}"))
+}
+
 fn build(manifest: &Path, target: &Path, arguments: &[&str]) {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut command = Command::new(cargo);
