@@ -7,6 +7,7 @@
 use super::Group;
 use crate::error::{Error, Result};
 use gantry_kernels::Real;
+use std::cell::RefCell;
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -36,12 +37,16 @@ struct State<T> {
     left: usize,
     slots: Vec<Slot<T>>,
     mail: HashMap<(usize, usize), VecDeque<Vec<T>>>,
+    /// Messages that were read, to be written again.
+    spare: Vec<Vec<T>>,
     broken: Option<String>,
 }
 
 /// One rank's handle.
 pub struct ThreadGroup<T> {
     rank: usize,
+    /// Sums under way.
+    sum: RefCell<Vec<T>>,
     shared: Arc<Shared<T>>,
 }
 
@@ -50,10 +55,10 @@ pub fn group<T: Real>(name: &str, size: usize, timeout: Duration) -> Vec<ThreadG
     let slots = (0..size)
         .map(|_| Slot { here: false, what: "", real: Vec::new(), int: Vec::new(), wide: Vec::new() })
         .collect();
-    let state = State { round: 0, arrived: 0, left: 0, slots, mail: HashMap::new(), broken: None };
+    let state = State { round: 0, arrived: 0, left: 0, slots, mail: HashMap::new(), spare: Vec::new(), broken: None };
     let shared =
         Arc::new(Shared { name: name.into(), size, timeout, state: Mutex::new(state), changed: Condvar::new() });
-    (0..size).map(|rank| ThreadGroup { rank, shared: shared.clone() }).collect()
+    (0..size).map(|rank| ThreadGroup { rank, sum: RefCell::default(), shared: shared.clone() }).collect()
 }
 
 impl<T: Real> ThreadGroup<T> {
@@ -161,12 +166,13 @@ impl<T: Real> Group<T> for ThreadGroup<T> {
         let what = "all_reduce";
         let put: &[T] = x;
         let len = put.len();
-        let mut sum = Vec::new();
+        let mut sum = self.sum.borrow_mut();
+        sum.clear();
+        sum.resize(len, T::ZERO);
         self.round(
             what,
             |slot| fill(&mut slot.real, put),
             |slots| {
-                sum.resize(len, T::ZERO);
                 for slot in slots {
                     self.check_len(what, slot.real.len(), len)?;
                     sum.iter_mut().zip(&slot.real).for_each(|(s, &x)| *s += x);
@@ -246,7 +252,9 @@ impl<T: Real> Group<T> for ThreadGroup<T> {
         if let Some(why) = &state.broken {
             return Err(Error::communication(why.clone()));
         }
-        state.mail.entry((self.rank, to)).or_default().push_back(x.to_vec());
+        let mut message = state.spare.pop().unwrap_or_default();
+        fill(&mut message, x);
+        state.mail.entry((self.rank, to)).or_default().push_back(message);
         self.shared.changed.notify_all();
         Ok(())
     }
@@ -257,6 +265,7 @@ impl<T: Real> Group<T> for ThreadGroup<T> {
         let message = state.mail.get_mut(&key).and_then(VecDeque::pop_front).unwrap_or_default();
         self.check_len("recv", message.len(), x.len())?;
         x.copy_from_slice(&message);
+        state.spare.push(message);
         Ok(())
     }
 

@@ -29,15 +29,22 @@ fn running() -> MutexGuard<'static, Vec<Running>> {
 /// A call in progress; over when dropped.
 pub(super) struct Watch(u64);
 
+/// Calls into plugins so far, in this process.
+static CALLS: AtomicU64 = AtomicU64::new(0);
+
+/// Calls into plugins so far, in this process: constant while recorded programs are replayed.
+pub fn calls() -> u64 {
+    CALLS.load(Ordering::Relaxed)
+}
+
 /// Watches a call of `what` in `provider`.
 pub(super) fn watch(provider: &str, what: &'static str) -> Watch {
-    static IDS: AtomicU64 = AtomicU64::new(0);
     static THREAD: OnceLock<()> = OnceLock::new();
     THREAD.get_or_init(|| {
         // Without the thread calls are simply not watched.
         let _ = std::thread::Builder::new().name("plugin-watch".into()).spawn(look_around);
     });
-    let id = IDS.fetch_add(1, Ordering::Relaxed);
+    let id = CALLS.fetch_add(1, Ordering::Relaxed);
     let next_report = Duration::from_millis(PATIENCE_MS.load(Ordering::Relaxed));
     running().push(Running { id, provider: provider.into(), what, since: Instant::now(), next_report });
     Watch(id)

@@ -13,7 +13,7 @@ use crate::program::states::{States, input_name};
 use crate::schedule::{Turn, one_forward_one_backward};
 use gantry_kernels::Element;
 use gantry_plugin_api::plan::{AxisSetting, BufferUpdate, MicroBatchInfo};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 /// A rank's groups.
@@ -283,7 +283,7 @@ impl<T: Element> Rank<T> {
         self.groups.dp.all_reduce_f64(&mut count)?;
         let tokens = count[0].max(1.0);
         let mut sums = StepSums::default();
-        let mut live: BTreeMap<usize, Live<T>> = BTreeMap::new();
+        let mut live: VecDeque<Live<T>> = VecDeque::new();
         let (stage, stages) = (self.model.place.pp, self.model.grid.pp);
         for turn in one_forward_one_backward(stage, stages, batches.len()) {
             match turn {
@@ -296,10 +296,11 @@ impl<T: Element> Rank<T> {
                     if !(sums.objective - before).is_finite() && sums.nonfinite.is_none() {
                         sums.nonfinite = Some(self.first_nonfinite(*index, micro_batch.signature.clone(), batch)?);
                     }
-                    live.insert(i, micro_batch);
+                    live.push_back(micro_batch);
                 }
-                Turn::Backward(i) => {
-                    if let Some(mut micro_batch) = live.remove(&i) {
+                // Micro-batches come back in the order they went.
+                Turn::Backward(_) => {
+                    if let Some(mut micro_batch) = live.pop_front() {
                         self.backward(&mut micro_batch)?;
                         self.give_back(micro_batch);
                     }

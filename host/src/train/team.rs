@@ -16,7 +16,7 @@ use crate::schedule::cut;
 use gantry_kernels::Element;
 use gantry_plugin_api::plan::{AxisSetting, ModelPlan, Stage};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, Sender, channel, sync_channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -120,21 +120,26 @@ impl<T: Element> Team<T> {
         let (mut jobs, mut handles, mut ready) = (Vec::new(), Vec::new(), Vec::new());
         for rank in (0..spec.grid.ranks()).rev() {
             let Some(groups) = groups.pop() else { break };
-            let place = spec.grid.place(rank);
+            let (place, ranks) = (spec.grid.place(rank), spec.grid.ranks());
             let (spec, plan, stage) = (spec.clone(), plan.clone(), stages[place.pp].clone());
             let (job_sender, job_receiver) = channel::<Job<T>>();
             let (ready_sender, ready_receiver) = channel();
             let thread = std::thread::Builder::new()
                 .name(format!("rank {rank}"))
-                .spawn(move || match guarded(rank, || build(&spec, plan, stage, place, groups)) {
-                    Ok(mut rank) => {
-                        let _ = ready_sender.send(Ok(()));
-                        while let Ok(job) = job_receiver.recv() {
-                            job(&mut rank);
+                .spawn(move || {
+                    match guarded(rank, || {
+                        let workers = own_workers(ranks)?;
+                        Ok((build(&spec, plan, stage, place, groups)?, workers))
+                    }) {
+                        Ok((mut rank, _workers)) => {
+                            let _ = ready_sender.send(Ok(()));
+                            while let Ok(job) = job_receiver.recv() {
+                                job(&mut rank);
+                            }
                         }
-                    }
-                    Err(e) => {
-                        let _ = ready_sender.send(Err(e));
+                        Err(e) => {
+                            let _ = ready_sender.send(Err(e));
+                        }
                     }
                 })
                 .map_err(|e| Error::communication(format!("cannot start the thread of rank {rank}: {e}")))?;
@@ -158,7 +163,7 @@ impl<T: Element> Team<T> {
             .iter()
             .enumerate()
             .map(|(index, jobs)| {
-                let (sender, receiver) = channel();
+                let (sender, receiver) = sync_channel(1);
                 let job = job.clone();
                 let _ = jobs.send(Box::new(move |rank| {
                     let result = guarded(index, || job(rank));
@@ -332,6 +337,17 @@ fn split(
         }
         _ => vec![LogicalTensor { name: name.into(), shape: export.unwrap_or(shape), data: typed(&values) }],
     }
+}
+
+/// Makes this thread the first worker of a pool of its own, with its share of the machine's cores: kernels start without
+/// a hand-over, and ranks do not take each other's work. The pool lasts as long as what is returned.
+fn own_workers(ranks: usize) -> Result<rayon::ThreadPool> {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    rayon::ThreadPoolBuilder::new()
+        .num_threads((cores / ranks).max(1))
+        .use_current_thread()
+        .build()
+        .map_err(|e| Error::communication(format!("cannot start the worker threads of a rank: {e}")))
 }
 
 fn build<T: Element>(

@@ -7,6 +7,16 @@
 use crate::real::Real;
 use gemm::Parallelism;
 
+thread_local! {
+    static IN_PRODUCT: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
+}
+
+/// Whether this thread is inside a matrix product: the library packs operands into buffers of its own there, which an
+/// allocation counter tells from tensors by this.
+pub fn in_product() -> bool {
+    IN_PRODUCT.get()
+}
+
 /// A matrix inside a slice: element (i, j) lies at `i * rs + j * cs`.
 #[derive(Clone, Copy)]
 pub struct Mat<'a, T> {
@@ -62,6 +72,7 @@ pub fn matmul<T: Real>(
     } else {
         Parallelism::None
     };
+    IN_PRODUCT.set(true);
     // SAFETY: the asserts above keep every element of A, B and C inside its slice, the strides are non-negative and
     // fit isize because slices do, C is borrowed mutably so it overlaps neither A nor B, its rows do not overlap one
     // another, and `T` is f32 or f64 (Real is implemented for nothing else), which gemm dispatches on.
@@ -88,4 +99,5 @@ pub fn matmul<T: Real>(
             parallelism,
         );
     }
+    IN_PRODUCT.set(false);
 }
