@@ -189,3 +189,50 @@ fn copy_cut(parent: &Team<f64>, small: &Team<f64>) {
         small.scatter(Kind::Params, narrow.plan, logical).unwrap();
     }
 }
+
+/// Axis states mean the same on every layout.
+#[rstest]
+fn states_hold_on_spread_ranks(
+    #[values("nemotron-hybrid", "dense-gpt")] provider: &str,
+    #[values(false, true)] sequence_parallel: bool,
+) {
+    let grid = Grid { tp: 2, sequence_parallel, ..Grid::SINGLE };
+    let one = Team::<f64>::start(&spec(provider, config(provider), Grid::SINGLE)).unwrap();
+    let two = Team::<f64>::start(&spec(provider, config(provider), grid)).unwrap();
+    for combination in 0..12 {
+        let mut chosen = choose(&one.plan, combination);
+        // Halves of the widths on each rank: every rank keeps at least one unit.
+        chosen.retain(|c| c.2 != 1);
+        let data = Arc::new(batch(combination, 0));
+        for hard in [true, false] {
+            let (a, b) = (run(&one, settings(&chosen, hard), &data), run(&two, settings(&chosen, hard), &data));
+            let loss = (a.sums.objective - b.sums.objective).abs() / a.sums.objective.abs();
+            assert!(loss < TOLERANCE, "combination {combination} {chosen:?}, hard {hard}: objective by {loss:e}");
+            for (name, grad) in &a.gradients {
+                let error = relative_l2(grad, &b.gradients[name]);
+                assert!(error < 1e-9, "combination {combination} {chosen:?}, hard {hard}: {name} by {error:e}");
+            }
+        }
+    }
+}
+
+/// A mixture with all its weight on one choice is that choice.
+#[rstest]
+fn a_certain_mixture_is_a_hard_choice(#[values("nemotron-hybrid", "dense-gpt")] provider: &str) {
+    let team = Team::<f64>::start(&spec(provider, config(provider), Grid::SINGLE)).unwrap();
+    for combination in 0..12 {
+        let chosen: Vec<_> = choose(&team.plan, combination).into_iter().filter(|c| c.0 != "depth").collect();
+        let soft = chosen
+            .iter()
+            .map(|(axis, layer, n)| {
+                let size = team.plan.axes.iter().find(|a| &a.name == axis).unwrap().size;
+                let state = AxisState::Soft { choices: vec![size, *n], p: vec![0.0, 1.0] };
+                AxisSetting { axis: axis.clone(), layer: *layer, state }
+            })
+            .collect();
+        let data = Arc::new(batch(combination, 0));
+        let (hard, soft) = (run(&team, settings(&chosen, true), &data), run(&team, soft, &data));
+        let error = relative_l2(&hard.logits, &soft.logits);
+        assert!(error < TOLERANCE, "combination {combination} {chosen:?}: logits differ by {error:e}");
+    }
+}

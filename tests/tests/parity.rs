@@ -38,6 +38,19 @@ fn layouts_agree(#[case] grid: Grid, #[values("nemotron-hybrid", "dense-gpt")] p
     assert!(error < TOLERANCE, "{name} differs by {error:e}");
 }
 
+/// A tied weight takes the gradients of both its uses.
+#[rstest]
+#[case::tp2(Grid { tp: 2, ..Grid::SINGLE })]
+#[case::tp2_sequence_parallel(Grid { tp: 2, sequence_parallel: true, ..Grid::SINGLE })]
+#[case::dp2(Grid { dp: 2, ..Grid::SINGLE })]
+fn tied_embeddings_agree(#[case] grid: Grid) {
+    let mut config = dense();
+    config["share_embeddings_and_output_weights"] = true.into();
+    let one = run("dense-gpt", config.clone(), Grid::SINGLE);
+    let (error, name) = worst(&one, &run("dense-gpt", config, grid));
+    assert!(error < TOLERANCE, "{name} differs by {error:e}");
+}
+
 #[test]
 fn the_reference_run_is_not_trivial() {
     let trace = one_rank("nemotron-hybrid");
