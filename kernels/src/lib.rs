@@ -5,6 +5,8 @@
 
 pub mod blocks;
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 pub mod kernel;
 pub mod par;
 pub mod philox;
