@@ -92,7 +92,7 @@ impl Program {
         Arena { act: vec![T::ZERO; self.plan.act_len], int: vec![0; self.plan.int_len] }
     }
 
-    fn range(&self, id: ValueId) -> Range<usize> {
+    pub(super) fn range(&self, id: ValueId) -> Range<usize> {
         let v = self.graph.value(id);
         let start = self.plan.offsets[v.storage.0 as usize] + v.offset;
         start..start + v.rows.saturating_sub(1) * v.ld + if v.rows == 0 { 0 } else { v.cols }

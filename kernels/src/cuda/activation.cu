@@ -30,12 +30,6 @@ __device__ inline Both act(float x, idx kind, float slope) {
     }
 }
 
-template <int V, class F> __device__ inline void each(idx rows, idx cols, F f) {
-    for (idx r = blockIdx.y; r < rows; r += gridDim.y)
-        for (idx c = ((idx)blockIdx.x * blockDim.x + threadIdx.x) * V; c < cols; c += (idx)gridDim.x * blockDim.x * V)
-            f(r, c);
-}
-
 template <int V>
 __device__ inline void forward(const float* x, const float* w, float* y, idx rows, idx cols, idx ld_x, idx ld_y,
                                idx kind, float slope) {

@@ -36,6 +36,13 @@ template <> struct Vec<4> {
     __device__ void store(float* p) const { *reinterpret_cast<float4*>(p) = make_float4(v[0], v[1], v[2], v[3]); }
 };
 
+// Calls f(row, first column) for groups of V columns of [rows, cols]; a grid of (columns / V, rows) walks both.
+template <int V, class F> __device__ inline void each(idx rows, idx cols, F f) {
+    for (idx r = blockIdx.y; r < rows; r += gridDim.y)
+        for (idx c = ((idx)blockIdx.x * blockDim.x + threadIdx.x) * V; c < cols; c += (idx)gridDim.x * blockDim.x * V)
+            f(r, c);
+}
+
 // Sum over the block in a fixed order; every thread gets it. The block has whole warps, at most 32.
 __device__ inline float block_sum(float x) {
     __shared__ float warps[32];

@@ -4,10 +4,10 @@ use super::blas::Blas;
 use super::compile::{SOURCES, compile};
 use super::error::{Error, Result};
 use super::launch::{self, Operands};
-use super::memory::{Allocation, Buffer, Span, Word};
+use super::memory::{Allocation, BYTES, Buffer, Span, Word};
 use super::{ARCH, library};
 use crate::kernel::Kernel;
-use cudarc::driver::{CudaContext, CudaFunction, CudaGraph, CudaStream, sys};
+use cudarc::driver::{CudaContext, CudaFunction, CudaGraph, CudaStream, result, sys};
 use cudarc::nvrtc::Ptx;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -90,6 +90,19 @@ impl Device {
             captured.extend(operands.spans().map(|span| span.memory.clone()));
         }
         launch::launch(self, kernel, operands).map_err(|e| e.at(kernel.name()))
+    }
+
+    /// Copies the first `len` elements of `src` to `dst`, which do not overlap. Returns before that is done.
+    pub fn copy(&self, src: &Span, dst: &Span, len: usize) -> Result<()> {
+        if len > src.len || len > dst.len {
+            return Err(Error::new(format!("copy of {len} elements from {} to {}", src.len, dst.len)));
+        }
+        if let Some(captured) = &mut *self.captured() {
+            captured.extend([src.memory.clone(), dst.memory.clone()]);
+        }
+        self.0.context.bind_to_thread()?;
+        // SAFETY: both ranges lie inside live allocations, whose freeing waits for this stream.
+        Ok(unsafe { result::memcpy_dtod_async(dst.ptr, src.ptr, len * BYTES, self.0.stream.cu_stream()) }?)
     }
 
     /// Waits for everything launched, and reports a fault of any of it.

@@ -1,10 +1,4 @@
-// Element-wise kernels on [rows, cols] operands with row strides. A grid of (columns / V, rows): blocks walk both.
-
-template <int V, class F> __device__ inline void each(idx rows, idx cols, F f) {
-    for (idx r = blockIdx.y; r < rows; r += gridDim.y)
-        for (idx c = ((idx)blockIdx.x * blockDim.x + threadIdx.x) * V; c < cols; c += (idx)gridDim.x * blockDim.x * V)
-            f(r, c);
-}
+// Element-wise kernels on [rows, cols] operands with row strides.
 
 // y = a op b (0 add, 1 subtract, 2 multiply), added to y when acc.
 template <int V>
