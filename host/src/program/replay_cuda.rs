@@ -83,10 +83,7 @@ impl<'p> CudaReplay<'p> {
             let mut failed = None;
             let graph = device.capture(|device| {
                 steps.iter().try_for_each(|step| {
-                    spaces.launch(device, step).map_err(|e| {
-                        failed = Some(program.graph.step_path(step));
-                        e
-                    })
+                    spaces.launch(device, step).inspect_err(|_| failed = Some(program.graph.step_path(step)))
                 })
             });
             graph.map_err(|e| Error::from(e).at(failed.unwrap_or_else(|| "capturing a CUDA graph".into())))

@@ -98,7 +98,7 @@ fn plan(sizes: Sizes) -> ModelPlan {
 
 fn forward(cx: &mut Recorder<'_>, x: ValueId) -> Result<ValueId> {
     let p = (0..5).map(|i| cx.param_value(i)).collect::<Result<Vec<_>>>()?;
-    let h = rms_norm::record(cx, RmsNorm { eps: 1e-5, ..Default::default() }, &[x, p[0]])?[0];
+    let h = rms_norm::record(cx, RmsNorm { eps: 1e-5 }, &[x, p[0]])?[0];
     let gu = linear::record(cx, Default::default(), &[h, p[1]])?[0];
     let parts = shape::split(cx, Default::default(), &[gu])?;
     let g = activation::activation(cx, Activation { act: Act::Silu }, &[parts[0]])?[0];
@@ -162,7 +162,7 @@ impl Recorded {
         let mut x = normal("x", v.len(), 1.0);
         for (r, row) in x.chunks_mut(v.cols).enumerate() {
             let scale = T::of(f64::from(10f32.powi(-((r % 4) as i32))));
-            row.iter_mut().for_each(|x| *x = *x * scale);
+            row.iter_mut().for_each(|x| *x *= scale);
         }
         let mut params = vec![T::ZERO; self.table.param_len];
         for entry in &self.table.params {

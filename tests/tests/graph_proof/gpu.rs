@@ -124,9 +124,13 @@ fn time_of_a_replay() {
     let (gpu, flops) = (forward + backward, block.flops());
     println!("{LARGE:?}: {:.1} GFLOP a step by count", flops * 1e-9);
     println!(
-        "  GPU: {forward:.1?} forward + {backward:.1?} backward (medians of {TIMES} graph launches), {:.1} TFLOP/s in FP32; \
-         back to back {wall:.1?} a step, of which the host spends {queued:.1?} launching",
-        flops / gpu.as_secs_f64() * 1e-12
+        "  GPU: {:.0} us forward + {:.0} us backward (medians of {TIMES} graph launches), {:.1} TFLOP/s in FP32; \
+         back to back {:.0} us a step, of which the host spends {:.1} us launching",
+        micros(forward),
+        micros(backward),
+        flops / gpu.as_secs_f64() * 1e-12,
+        micros(wall),
+        micros(queued)
     );
     println!(
         "  CPU: {cpu:.1?} ({} threads, median of 3, with allocation of the arena), {:.0} times the GPU",
@@ -138,13 +142,21 @@ fn time_of_a_replay() {
     let captured = Captured::new(&block, &device).unwrap();
     captured.run(&block.inputs::<f32>()).unwrap();
     let small = |phase| median(captured.replay.time(phase, TIMES).unwrap());
-    println!("{SMALL:?}: {:.1?} forward + {:.1?} backward", small(Phase::Forward), small(Phase::Backward));
+    println!(
+        "{SMALL:?}: {:.1} us forward + {:.1} us backward",
+        micros(small(Phase::Forward)),
+        micros(small(Phase::Backward))
+    );
 }
 
 fn time_cpu(block: &Recorded, inputs: &Inputs<f32>) -> Duration {
     let begin = Instant::now();
     block.run_cpu(inputs).unwrap();
     begin.elapsed()
+}
+
+fn micros(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e6
 }
 
 fn median(mut times: Vec<Duration>) -> Duration {
