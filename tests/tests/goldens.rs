@@ -1,0 +1,53 @@
+//! `GANTRY_GOLDENS=DIR cargo test -p gantry-tests goldens`: every case of a folder against this project.
+
+use gantry_tests::goldens::case::{Case, list};
+use gantry_tests::goldens::{Outcome, check, folder, run};
+
+#[test]
+fn goldens() {
+    let folder = folder();
+    let (table, well) = run(&folder).unwrap_or_else(|e| panic!("{e}"));
+    println!("{}\n{table}", folder.display());
+    assert!(well, "{table}");
+}
+
+fn first_of(kind: &str) -> Case {
+    let own = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("goldens");
+    let mut cases = list(&own).unwrap().into_iter().map(|name| Case::read(&own, &name).unwrap());
+    cases.find(|case| case.kind == kind).unwrap_or_else(|| panic!("no case of kind {kind}"))
+}
+
+/// The check must notice a change of any single result by more than the tolerance.
+#[test]
+fn goldens_notice_a_wrong_number() {
+    for kind in ["rmsnorm", "causal_conv1d", "ssd_scan", "attention", "moe", "cross_entropy", "adam"] {
+        let case = first_of(kind);
+        let results: Vec<String> =
+            case.tensors.keys().filter(|n| n.starts_with("out.") || n.starts_with("grad.")).cloned().collect();
+        for name in results.iter().step_by(results.len().div_ceil(6)) {
+            let mut wrong = case.clone();
+            let data = &mut wrong.tensors.get_mut(name).unwrap().data;
+            let largest = data.iter().fold(0.0f64, |m, x| m.max(x.abs())).max(1.0);
+            let at = data.len() / 2;
+            data[at] += 1e-3 * largest;
+            match check(&wrong) {
+                Outcome::Failed(e) => assert!(e.contains(name.as_str()), "{e}"),
+                other => panic!("{}: a wrong {name} went unnoticed: {other:?}", case.name),
+            }
+        }
+    }
+}
+
+#[test]
+fn goldens_refuse_a_kind_nobody_checks_and_a_result_nobody_compares() {
+    let mut unknown = first_of("rmsnorm");
+    unknown.kind = "rmsnorm_of_the_future".into();
+    assert!(matches!(check(&unknown), Outcome::Failed(e) if e.contains("rmsnorm_of_the_future")));
+    let mut more = first_of("rmsnorm");
+    let y = more.tensors["out.y"].clone();
+    more.tensors.insert("out.z".into(), y);
+    assert!(matches!(check(&more), Outcome::Failed(e) if e.contains("out.z was not compared")));
+    let mut nan = first_of("attention");
+    nan.tensors.get_mut("out.y").unwrap().data[0] = f64::NAN;
+    assert!(matches!(check(&nan), Outcome::Failed(e) if e.contains("out.y[0]")));
+}
