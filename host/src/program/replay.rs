@@ -143,14 +143,14 @@ impl Program {
         Ok(())
     }
 
-    /// Path of the first forward or backward step whose output holds a NaN or an infinity, by running again.
+    /// Path of the first forward step whose output holds a NaN or an infinity, by running the forward pass again.
     pub fn first_nonfinite<T: Element>(
         &self,
         arena: &mut Arena<T>,
         memory: &mut Memory<'_, T>,
         tp: &dyn Group<T>,
     ) -> Result<Option<String>> {
-        for (bound, step) in self.steps.iter().zip(&self.graph.steps) {
+        for (bound, step) in self.steps.iter().zip(&self.graph.steps).take(self.graph.forward_steps) {
             match bound {
                 Bound::Launch { outs, acts, .. } => {
                     launch(bound, arena, memory);

@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::optim::update::{self, AdamConfig, Moments, StepHyper};
 use crate::plugin::ElastifierInstance;
 use crate::program::replay::{Arena, Memory, Phase};
-use crate::program::states::{States, input_name};
+use crate::program::states::States;
 use crate::schedule::{Turn, one_forward_one_backward};
 use gantry_kernels::Element;
 use gantry_plugin_api::plan::{AxisSetting, BufferUpdate, MicroBatchInfo};
@@ -205,9 +205,10 @@ impl<T: Element> Rank<T> {
         Ok(Live { signature, arena })
     }
 
-    /// Adds a finished forward's numbers to the sums.
-    fn collect(&mut self, live: &Live<T>, batch: &Batch, tokens_of_step: f64, sums: &mut StepSums) {
-        let Some(entry) = self.programs.get(&live.signature) else { return };
+    /// Adds a finished forward's numbers to the sums; says whether its losses are finite.
+    fn collect(&mut self, live: &Live<T>, batch: &Batch, tokens_of_step: f64, sums: &mut StepSums) -> bool {
+        let Some(entry) = self.programs.get(&live.signature) else { return true };
+        let mut finite = true;
         let Compiled { program, loss, .. } = &entry.compiled;
         let one = |id| program.get(&live.arena, id)[0].to_f64();
         let first_tp = self.model.place.tp == 0;
@@ -222,6 +223,7 @@ impl<T: Element> Rank<T> {
         for term in &program.graph.losses {
             let weight = if Some(term.value) == *loss { 1.0 } else { tokens } / tokens_of_step;
             let value = one(term.value) * weight;
+            finite &= value.is_finite();
             if first_tp {
                 sums.objective += value;
                 if Some(term.value) != *loss {
@@ -245,6 +247,7 @@ impl<T: Element> Rank<T> {
             }
             sum.iter_mut().zip(counts).for_each(|(sum, &n)| *sum += f64::from(n));
         }
+        finite
     }
 
     fn backward(&mut self, live: &mut Live<T>) -> Result<()> {
@@ -290,11 +293,10 @@ impl<T: Element> Rank<T> {
                 Turn::Forward(i) => {
                     let (index, batch) = &batches[i];
                     let info = info(step, *index, batch, true);
-                    let micro_batch = self.forward(Mode::Train, batch, &info, tokens)?;
-                    let before = sums.objective;
-                    self.collect(&micro_batch, batch, tokens, &mut sums);
-                    if !(sums.objective - before).is_finite() && sums.nonfinite.is_none() {
-                        sums.nonfinite = Some(self.first_nonfinite(*index, micro_batch.signature.clone(), batch)?);
+                    let mut micro_batch = self.forward(Mode::Train, batch, &info, tokens)?;
+                    let finite = self.collect(&micro_batch, batch, tokens, &mut sums);
+                    if !finite && sums.nonfinite.is_none() {
+                        sums.nonfinite = Some(self.first_nonfinite(*index, &mut micro_batch)?);
                     }
                     live.push_back(micro_batch);
                 }
@@ -318,11 +320,14 @@ impl<T: Element> Rank<T> {
         self.reduce(sums)
     }
 
-    /// Where a micro-batch's numbers first stop being finite, for the message.
-    fn first_nonfinite(&self, index: usize, signature: Signature, _: &Batch) -> Result<String> {
+    /// Where a micro-batch's numbers first stop being finite. Every tp rank sees the same loss, so all of them come here.
+    fn first_nonfinite(&mut self, index: usize, live: &mut Live<T>) -> Result<String> {
         let rank = self.groups.world.rank();
-        let states = if signature.states.is_empty() { "" } else { " (elastic)" };
-        Ok(format!("loss of micro-batch {index}{states}, rank {rank}"))
+        let whole = format!("loss of micro-batch {index} on rank {rank}");
+        let Some(entry) = self.programs.get(&live.signature) else { return Ok(whole) };
+        let mut memory = Memory { params: &self.params, grads: &mut self.grads, buffers: &self.buffers };
+        let place = entry.compiled.program.first_nonfinite(&mut live.arena, &mut memory, self.groups.tp.as_ref())?;
+        Ok(place.map_or(whole, |place| format!("output of {place}, micro-batch {index}, rank {rank}")))
     }
 
     /// Sums reports over ranks: the terms of every stage, once per tp group.
@@ -418,9 +423,4 @@ fn info(step: u64, index: usize, batch: &Batch, training: bool) -> MicroBatchInf
         samples: batch.samples as u64,
         training,
     }
-}
-
-/// Name of an axis state's gradient in [`Rank::state_gradients`].
-pub fn state_gradient_name(place: &crate::program::states::Place) -> String {
-    input_name(place)
 }
