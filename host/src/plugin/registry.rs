@@ -26,6 +26,13 @@ pub struct Plugin {
 }
 
 impl Plugin {
+    /// What only a plugin of API 1.1 has to say; `None` from an older one.
+    #[cfg(feature = "grown")]
+    pub fn about(&self) -> Option<Result<String, PluginError>> {
+        let about = self.table.about()?;
+        Some(about().into_result().map(Into::into).map_err(|e| plugin_error(&self.name, Error::from(e))))
+    }
+
     fn provider(&self, name: &str, kind: ProviderKind) -> Option<&ProviderInfo> {
         self.providers.iter().find(|p| p.name == name && p.kind == kind)
     }

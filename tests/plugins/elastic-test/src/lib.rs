@@ -142,6 +142,11 @@ impl Module for Built {
             })?;
         }
         let h = cx.rms_norm("final_norm", x, self.0.final_norm, 1e-5)?;
+        #[cfg(feature = "grown")]
+        match cx.recorded() {
+            Ok(values) => cx.info(format_args!("{values} values recorded")),
+            Err(e) => cx.info(e),
+        }
         cx.output_language_model("logits", h, self.0.embedding)
     }
 }
