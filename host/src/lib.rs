@@ -1,6 +1,7 @@
 //! Gantry: a large-model trainer whose models are plugins.
 
 pub mod checkpoint;
+pub mod cli;
 pub mod comm;
 pub mod data;
 pub mod error;
@@ -11,7 +12,6 @@ pub mod observe;
 pub mod optim;
 pub mod plugin;
 pub mod program;
-#[allow(dead_code)] // until the loop that reads every key is in place
 pub mod recipe;
 pub mod schedule;
 pub mod train;

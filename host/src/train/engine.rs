@@ -133,10 +133,29 @@ impl<T: Element> TeamEngine<T> {
         let micro_batches = recipe.train.global_batch_size / recipe.train.micro_batch_size;
         Ok(TeamEngine { team: Team::start(spec)?, adam: adam(recipe), micro_batches, plugins })
     }
+
+    fn load_kinds(&self, reader: &mut CheckpointReader, kinds: &[Kind]) -> Result<()> {
+        for &kind in kinds {
+            for (index, parts) in self.team.entries(kind)?.into_iter().enumerate() {
+                if parts.is_empty() {
+                    continue;
+                }
+                let mut values = Vec::new();
+                for (name, shape) in parts {
+                    values.extend(reader.take(&format!("{}{name}", kind.prefix()), &shape)?.data.into_f64());
+                }
+                self.team.scatter(kind, index, values)?;
+            }
+        }
+        Ok(())
+    }
 }
 
 /// Kinds of tensors in a checkpoint.
 const KINDS: [Kind; 4] = [Kind::Params, Kind::Buffers, Kind::ExpAvg, Kind::ExpAvgSq];
+
+/// What providers call the axis of token ids.
+const VOCAB_AXIS: &str = "vocab";
 
 impl<T: Element> Engine for TeamEngine<T> {
     fn train_step(&mut self, step: u64, batch: &(dyn Fn(usize) -> Batch + Sync), hyper: Hyper) -> Result<StepReport> {
@@ -192,19 +211,15 @@ impl<T: Element> Engine for TeamEngine<T> {
     }
 
     fn load(&mut self, reader: &mut CheckpointReader) -> Result<()> {
-        for kind in KINDS {
-            for (index, parts) in self.team.entries(kind)?.into_iter().enumerate() {
-                if parts.is_empty() {
-                    continue;
-                }
-                let mut values = Vec::new();
-                for (name, shape) in parts {
-                    values.extend(reader.take(&format!("{}{name}", kind.prefix()), &shape)?.data.into_f64());
-                }
-                self.team.scatter(kind, index, values)?;
-            }
-        }
-        Ok(())
+        self.load_kinds(reader, &KINDS)
+    }
+
+    fn load_weights(&mut self, reader: &mut CheckpointReader) -> Result<()> {
+        self.load_kinds(reader, &[Kind::Params, Kind::Buffers])
+    }
+
+    fn vocab(&self) -> Option<usize> {
+        self.team.plan.axes.iter().find(|axis| axis.name == VOCAB_AXIS).map(|axis| axis.size)
     }
 
     fn plugins(&self) -> Vec<PluginEntry> {

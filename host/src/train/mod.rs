@@ -20,6 +20,7 @@
 
 pub mod engine;
 mod folder;
+pub mod plan;
 pub mod rank;
 pub mod record;
 pub mod team;
@@ -27,7 +28,7 @@ pub mod team;
 pub use folder::{Resume, RunFolder};
 
 use crate::checkpoint::{CheckpointReader, CheckpointWriter, Meta, PluginEntry};
-use crate::data::{Batch, Loader, Position};
+use crate::data::{Batch, Corpus, Loader, Position};
 use crate::failure::{Failure, Result};
 use crate::observe::{MetricsWriter, Progress, StepMetrics, peak_bytes};
 use crate::optim::schedule::Schedule;
@@ -68,6 +69,10 @@ pub trait Engine {
     fn save(&mut self, writer: &mut CheckpointWriter) -> Result<Value>;
     /// Reads what [`Engine::save`] wrote.
     fn load(&mut self, reader: &mut CheckpointReader) -> Result<()>;
+    /// Reads parameters and buffers only, for a run that begins from another one's.
+    fn load_weights(&mut self, reader: &mut CheckpointReader) -> Result<()>;
+    /// Tokens the model knows, if it says so.
+    fn vocab(&self) -> Option<usize>;
     /// The plugins in use, for the checkpoint's index.
     fn plugins(&self) -> Vec<PluginEntry>;
 }
@@ -124,10 +129,14 @@ pub fn run(
 ) -> Result<Outcome> {
     let Start { loader, checkpoint } = start;
     let begin = loader.begin();
-    if let Some(mut reader) = checkpoint {
-        engine.load(&mut reader)?;
-        tracing::info!("resumed from {}", reader.folder().display());
-        reader.finish(|_| false)?;
+    check_vocab(engine.vocab(), loader.corpus())?;
+    match checkpoint {
+        Some(mut reader) => {
+            engine.load(&mut reader)?;
+            tracing::info!("resumed from {}", reader.folder().display());
+            reader.finish(|_| false)?;
+        }
+        None => load_weights(recipe, engine)?,
     }
     let schedule = Schedule::new(recipe);
     let last = options.last_step.unwrap_or(recipe.train.steps);
@@ -169,6 +178,27 @@ pub fn run(
     }
     progress.end();
     Ok(Outcome::Finished)
+}
+
+fn check_vocab(model: Option<usize>, corpus: &Corpus) -> Result<()> {
+    match model {
+        Some(size) if size < corpus.vocab() => {
+            Err(Failure::recipe(format!("the model's vocabulary has {size} tokens, the data has {}", corpus.vocab()))
+                .remedy("raise the vocabulary size in the module's config"))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Begins from the parameters of a module's `load`.
+fn load_weights(recipe: &Recipe, engine: &mut dyn Engine) -> Result<()> {
+    for path in recipe.modules.values().filter_map(|module| module.load.as_ref()) {
+        let mut reader = CheckpointReader::open(path)?;
+        engine.load_weights(&mut reader)?;
+        tracing::info!("parameters loaded from {}", path.display());
+        reader.finish(|name| name.starts_with("optimizer."))?;
+    }
+    Ok(())
 }
 
 /// Where a report has a number that is none.

@@ -47,26 +47,44 @@ impl Engine for Counter {
         Ok(())
     }
 
+    fn load_weights(&mut self, reader: &mut CheckpointReader) -> Result<()> {
+        self.load(reader)
+    }
+
+    fn vocab(&self) -> Option<usize> {
+        Some(self.weights.len())
+    }
+
     fn plugins(&self) -> Vec<PluginEntry> {
         Vec::new()
     }
 }
 
-fn recipe() -> Recipe {
+fn recipe(set: &[&str]) -> Recipe {
     let text = "name: t\nmodules: {lm: {provider: p}}\noptimizer: {lr: 1e-2}\n\
                 data: {synthetic: {vocab: 257, document_length: 20, tokens: 2000}}\n\
                 train: {steps: 10, seq_length: 16, micro_batch_size: 2, global_batch_size: 4}\n\
                 checkpoint: {every: 3}\n";
-    Recipe::parse(text, &Overrides::default()).unwrap()
+    let set = set.iter().map(|assignment| assignment.to_string()).collect();
+    Recipe::parse(text, &Overrides { environment: Vec::new(), set }).unwrap()
 }
 
 fn train(root: &Path, options: Options, nan_at: Option<u64>, stop_at: Option<u64>) -> (Result<Outcome>, Vec<f64>) {
-    let recipe = recipe();
+    train_recipe(&recipe(&[]), root, options, nan_at, stop_at)
+}
+
+fn train_recipe(
+    recipe: &Recipe,
+    root: &Path,
+    options: Options,
+    nan_at: Option<u64>,
+    stop_at: Option<u64>,
+) -> (Result<Outcome>, Vec<f64>) {
     let stop: &'static AtomicBool = Box::leak(Box::default());
-    let folder = RunFolder::open(root, &recipe, &options.resume).unwrap();
-    let start = start(&recipe, &folder, &options).unwrap();
+    let folder = RunFolder::open(root, recipe, &options.resume).unwrap();
+    let start = start(recipe, &folder, &options).unwrap();
     let mut engine = Counter { weights: vec![0.0; 257], micro_batches: 2, nan_at, stop_at, stop };
-    let outcome = run(&recipe, &mut engine, &folder, start, &options, &Progress::new(), stop);
+    let outcome = run(recipe, &mut engine, &folder, start, &options, &Progress::new(), stop);
     (outcome, engine.weights)
 }
 
@@ -139,4 +157,25 @@ fn another_run_continues_from_a_named_checkpoint() {
         let (outcome, weights) = train(second.path(), options, None, None);
         assert_eq!((outcome, &weights), (Ok(Outcome::Finished), &expected), "{path}");
     }
+}
+
+#[test]
+fn a_module_begins_from_the_parameters_it_loads() {
+    let (first, second) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let (_, weights) = train(first.path(), Options::default(), None, None);
+    let load = format!("modules.lm.load={}", first.path().join("checkpoints/step-00000010").display());
+    let recipe = recipe(&[&load, "optimizer.lr=0", "optimizer.min_lr=0"]);
+    // A learning rate of 0 keeps them; the steps are counted from 1 again.
+    let (outcome, kept) = train_recipe(&recipe, second.path(), Options::default(), None, None);
+    assert_eq!((outcome, kept), (Ok(Outcome::Finished), weights));
+    assert_eq!(losses(second.path())[0].0, 1);
+}
+
+#[test]
+fn model_with_too_few_tokens_is_refused() {
+    let root = tempfile::tempdir().unwrap();
+    let recipe = recipe(&["data.synthetic.vocab=300"]);
+    let failure = train_recipe(&recipe, root.path(), Options::default(), None, None).0.unwrap_err();
+    assert_eq!(failure.sentence, "the model's vocabulary has 257 tokens, the data has 300");
+    assert_eq!(failure.exit_status(), 2);
 }

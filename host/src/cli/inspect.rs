@@ -1,0 +1,185 @@
+//! `gantry inspect`: what a plugin offers.
+//!
+//! The plugin is loaded by a child process, so that one that crashes is reported. Parameters, axes and blocks depend on
+//! the configuration; they are shown for the defaults, changed by `--set`, where the provider accepts that.
+
+use super::{args, print};
+use crate::failure::{Failure, Result};
+use crate::plugin::{PluginFile, PluginSet, Search, inspect::Inspection};
+use gantry_plugin_api::plan::{Layout, ModelPlan, ProviderKind};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+/// What the child tells its parent, and `--json` prints.
+#[derive(Serialize, Deserialize)]
+struct Report {
+    #[serde(flatten)]
+    plugin: Inspection,
+    path: String,
+    /// Of each model provider.
+    models: BTreeMap<String, Model>,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Model {
+    Plan(Box<ModelPlan>),
+    /// Why there is no plan with this configuration.
+    Refused(String),
+}
+
+pub(super) fn run(arguments: args::Inspect) -> Result<()> {
+    let search = Search::standard(Vec::new());
+    let named_file = Path::new(&arguments.plugin);
+    let file = if named_file.is_file() { PluginFile::new(named_file) } else { search.find(&arguments.plugin)? };
+    let report = if arguments.in_process {
+        describe(&file, &search, &config(&arguments.set)?)?
+    } else {
+        ask_child(&file, &arguments.set)?
+    };
+    if arguments.json || arguments.in_process {
+        let text = serde_json::to_string_pretty(&report).map_err(|error| Failure::plugin(error.to_string()))?;
+        return print(&format!("{text}\n"));
+    }
+    print(&human(&report))
+}
+
+/// `--set` values as a provider's configuration.
+fn config(assignments: &[String]) -> Result<Value> {
+    let mut config = Map::new();
+    for assignment in assignments {
+        let Some((key, text)) = assignment.split_once('=') else {
+            return Err(Failure::recipe(format!("--set {assignment}: expected key=value")));
+        };
+        let value = serde_saphyr::from_str(text).unwrap_or_else(|_| text.into());
+        config.insert(key.trim().into(), value);
+    }
+    Ok(Value::Object(config))
+}
+
+fn describe(file: &PluginFile, search: &Search, config: &Value) -> Result<Report> {
+    let plugin = crate::plugin::inspect::inspect(file, search)?;
+    let mut set = PluginSet::default();
+    set.add_file(&PluginFile { allow_writable: true, ..file.clone() })?;
+    let models = plugin
+        .providers
+        .iter()
+        .filter(|provider| provider.kind == ProviderKind::Model)
+        .map(|provider| {
+            let plan = set.provider(&provider.name, config).and_then(|instance| instance.plan());
+            let model = plan.map_or_else(|error| Model::Refused(error.to_string()), |plan| Model::Plan(Box::new(plan)));
+            (provider.name.clone(), model)
+        })
+        .collect();
+    Ok(Report { plugin, path: file.path.display().to_string(), models })
+}
+
+/// Has a second process of this program load the plugin.
+fn ask_child(file: &PluginFile, set: &[String]) -> Result<Report> {
+    let path = file.path.display();
+    let crashed = |what: String| Failure::plugin(format!("plugin {path} could not be inspected: {what}"));
+    let program = std::env::current_exe().map_err(|error| crashed(error.to_string()))?;
+    let mut command = Command::new(program);
+    command.arg("inspect").arg(&file.path).arg("--in-process");
+    command.args(set.iter().map(|assignment| format!("--set={assignment}")));
+    let output = command.stdin(Stdio::null()).output().map_err(|error| crashed(error.to_string()))?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    if !output.status.success() {
+        // What the child says about a plugin in so many words is the answer.
+        if let (Some(sentence), Some(2..=6)) = (said.strip_prefix("error: "), output.status.code()) {
+            let mut lines = sentence.lines().map(|line| line.trim().to_string());
+            let mut failure = Failure::plugin(lines.next().unwrap_or_default());
+            failure.details = lines.collect();
+            return Err(failure);
+        }
+        let mut failure = crashed(format!("the process that loaded it ended with {}", output.status));
+        failure.details.extend(said.lines().map(str::to_string));
+        return Err(failure.remedy("the plugin is at fault: report this to its author"));
+    }
+    serde_json::from_slice(&output.stdout).map_err(|error| crashed(format!("it wrote to stdout: {error}")))
+}
+
+fn human(report: &Report) -> String {
+    let mut text = String::new();
+    let plugin = &report.plugin;
+    // Writing to a String cannot fail.
+    let _ = writeln!(text, "plugin {} {} (API {}, {})", plugin.name, plugin.version, plugin.api, plugin.rustc);
+    let _ = writeln!(text, "file   {}", report.path);
+    let _ = writeln!(text, "needs  {}", plugin.operators.join(", "));
+    for provider in &plugin.providers {
+        let kind = format!("{:?}", provider.kind).to_lowercase();
+        let _ = writeln!(text, "\n{kind} {}: {}", provider.name, provider.summary);
+        schema(&mut text, &provider.config_schema);
+        match report.models.get(&provider.name) {
+            Some(Model::Plan(plan)) => model(&mut text, plan),
+            Some(Model::Refused(why)) => {
+                let _ = writeln!(text, "  no model with this configuration: {why}");
+            }
+            None => {}
+        }
+    }
+    text
+}
+
+/// The keys of a configuration: name, type, default, meaning.
+fn schema(text: &mut String, schema: &Value) {
+    let required: Vec<&str> = schema["required"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
+    for (key, about) in schema["properties"].as_object().into_iter().flatten() {
+        let kind = match &about["type"] {
+            Value::String(kind) => kind.clone(),
+            Value::Array(kinds) => kinds.iter().filter_map(Value::as_str).collect::<Vec<_>>().join(" or "),
+            _ => String::new(),
+        };
+        let default = match about.get("default") {
+            Some(default) => format!("default {default}"),
+            None if required.contains(&key.as_str()) => "required".into(),
+            None => String::new(),
+        };
+        let meaning = about["description"].as_str().unwrap_or("").lines().next().unwrap_or("");
+        let _ = writeln!(text, "  {key:28} {kind:18} {default:18} {meaning}");
+    }
+}
+
+fn model(text: &mut String, plan: &ModelPlan) {
+    let sizes: BTreeMap<&str, usize> = plan.axes.iter().map(|axis| (axis.name.as_str(), axis.size)).collect();
+    let _ = writeln!(text, "  axes");
+    for axis in &plan.axes {
+        let group = axis.group.as_ref().map(|group| format!(" in {group}")).unwrap_or_default();
+        let elastic = if axis.elastic { ", elastic" } else { "" };
+        let _ = writeln!(text, "    {:26} {}{group}{elastic}", axis.name, axis.size);
+    }
+    let _ = writeln!(text, "  blocks");
+    for block in &plan.blocks {
+        let _ = writeln!(text, "    {:26} {}", block.path, block.kind);
+    }
+    let _ = writeln!(text, "  parameters");
+    let mut total = 0;
+    for param in &plan.params {
+        let shape: Vec<usize> = param.dims.iter().map(|dim| width(dim, &sizes, plan)).collect();
+        total += shape.iter().product::<usize>();
+        let _ = writeln!(text, "    {:58} {shape:?}", param.name);
+    }
+    let _ = writeln!(text, "    {total} in all");
+}
+
+/// Positions of a dimension.
+fn width(layout: &Layout, sizes: &BTreeMap<&str, usize>, plan: &ModelPlan) -> usize {
+    let size = |axis: &str| sizes.get(axis).copied().unwrap_or(0);
+    match layout {
+        Layout::Fixed(n) => *n,
+        Layout::Axis { axis, unit } => size(axis) * unit,
+        Layout::Seq(parts) => parts.iter().map(|(_, part)| width(part, sizes, plan)).sum(),
+        Layout::Repeat { axis, inner } => {
+            // Inside, an axis grouped by this one has its group's units only.
+            let mut inside = sizes.clone();
+            for grouped in plan.axes.iter().filter(|grouped| grouped.group.as_deref() == Some(axis)) {
+                inside.insert(&grouped.name, grouped.size / size(axis).max(1));
+            }
+            size(axis) * width(inner, &inside, plan)
+        }
+    }
+}

@@ -1,0 +1,88 @@
+//! The command line: arguments in, exit status out.
+//!
+//! One file per command. Every command ends in a [`Failure`] or not; only this file prints failures and turns them
+//! into exit statuses: 0 done, 2 usage or recipe, 3 plugin, 4 data or checkpoint, 5 numerical, 6 communication, and 1
+//! for a defect of Gantry itself. May depend on everything; nothing depends on it.
+
+mod args;
+mod inspect;
+mod plan;
+mod train;
+
+use crate::failure::{Failure, Result};
+use crate::observe::FAILURE_TARGET;
+use crate::plugin::{PluginFile, PluginSet, Search};
+use crate::recipe::Recipe;
+use args::{Arguments, Command};
+use clap::Parser;
+use std::io::{ErrorKind, Write};
+use std::panic::PanicHookInfo;
+use std::process::ExitCode;
+
+/// Exit status of a panic that nothing turned into a failure.
+const DEFECT: u8 = 1;
+
+/// Runs the program.
+pub fn main() -> ExitCode {
+    std::panic::set_hook(Box::new(report_panic));
+    // Wrong arguments end here with status 2, --help and --version with 0.
+    let arguments = Arguments::parse();
+    match std::panic::catch_unwind(|| run(arguments)) {
+        Ok(Ok(())) => ExitCode::SUCCESS,
+        Ok(Err(failure)) => {
+            tracing::error!(target: FAILURE_TARGET, status = failure.exit_status(), "{failure}");
+            say(&format!("error: {failure}"));
+            ExitCode::from(failure.exit_status())
+        }
+        Err(_) => ExitCode::from(DEFECT),
+    }
+}
+
+fn run(arguments: Arguments) -> Result<()> {
+    match arguments.command {
+        Command::Train(arguments) => train::run(arguments),
+        Command::Plan(arguments) => plan::run(arguments),
+        Command::Inspect(arguments) => inspect::run(arguments),
+    }
+}
+
+/// The plugins a recipe lists, and those its modules need.
+fn plugins(recipe: &Recipe) -> Result<PluginSet> {
+    let listed = recipe.plugins.iter().map(|file| PluginFile {
+        path: file.path.clone(),
+        sha256: file.sha256.clone(),
+        allow_writable: false,
+    });
+    let modules = recipe.modules.values();
+    let names = modules.flat_map(|module| [Some(&module.provider), module.elastify.as_ref().map(|e| &e.provider)]);
+    Ok(PluginSet::load(Search::standard(listed.collect()), names.flatten().map(String::as_str))?)
+}
+
+/// One line instead of a backtrace, which RUST_BACKTRACE=1 adds.
+fn report_panic(info: &PanicHookInfo<'_>) {
+    let payload = info.payload();
+    let text = payload.downcast_ref::<&str>().copied().or(payload.downcast_ref::<String>().map(String::as_str));
+    let message = text.and_then(|text| text.lines().next()).unwrap_or("no message");
+    let place = info.location().map(|at| format!(" ({}:{})", at.file(), at.line())).unwrap_or_default();
+    tracing::error!(target: FAILURE_TARGET, "panic: {message}{place}");
+    say(&format!("error: defect in gantry: {message}{place}"));
+    if std::env::var_os("RUST_BACKTRACE").is_some_and(|value| value != "0") {
+        say(&std::backtrace::Backtrace::force_capture().to_string());
+    }
+}
+
+/// A line on stderr; a closed stderr is no reason to fail.
+fn say(line: &str) {
+    let _ = writeln!(std::io::stderr(), "{line}");
+}
+
+/// Text on stdout. A reader that has seen enough (`| head`) is no failure.
+fn print(text: &str) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
+            Err(Failure::data(format!("cannot write to stdout: {error}")))
+        }
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,5 @@
+//! The `gantry` program; everything is in the library.
+
+fn main() -> std::process::ExitCode {
+    gantry::cli::main()
+}
