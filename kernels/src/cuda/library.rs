@@ -61,12 +61,10 @@ impl Library {
     fn find(&self) -> Result<()> {
         if let Some(path) = self.variable.and_then(std::env::var_os) {
             self.open(Path::new(&path)).map_err(|e| {
-                Error::new(format!(
-                    "cannot open {} at {} ({}): {e}",
-                    self.name,
-                    path.to_string_lossy(),
-                    self.variable.unwrap_or_default()
-                ))
+                // The linker's own words are the error's source.
+                let why = std::error::Error::source(&e).map_or_else(|| e.to_string(), |source| source.to_string());
+                let (path, variable) = (path.to_string_lossy(), self.variable.unwrap_or_default());
+                Error::new(format!("cannot open {} at {path}, which {variable} names: {why}", self.name))
             })?;
         }
         if (self.present)() {
