@@ -63,8 +63,8 @@ fn the_same_plugin_behaves_when_asked_to() {
 #[case("kept_tensor", "misbehave: kept: a tensor of another recording was used")]
 #[case("kept_cx", "misbehave: a Cx of an earlier call was used; use the one this call was given")]
 #[case("other_thread", "misbehave: a host function was called from another thread")]
-#[case("endless", "misbehave: more than 262144 values recorded, at \"endless\": does forward loop without end?")]
-#[case("endless_deaf", "misbehave: more than 262144 values recorded, at \"endless\": does forward loop without end?")]
+#[case("endless", "misbehave: more than 65536 values recorded, at \"endless\": does forward loop without end?")]
+#[case("endless_deaf", "misbehave: more than 65536 values recorded, at \"endless\": does forward loop without end?")]
 #[case("nan_init", "misbehave: parameter embedding.weight: init: std is NaN; it must be a finite number")]
 #[case("duplicate_parameter", "misbehave: parameter \"norm.weight\" is declared twice")]
 #[case("unknown_axis", "misbehave: parameter norm.weight: uses axis \"hiden\", which the plan does not declare")]
@@ -262,4 +262,30 @@ fn the_plugin_is_found_by_its_name_too() {
     let e = set.elastifier("misbehave", &json!({})).map(drop).unwrap_err().to_string();
     let has = "it has: model misbehave, elastifier misbehave-elastic, hooks misbehave-hooks";
     assert!(e.contains("has no elastifier \"misbehave\"") && e.ends_with(has), "{e}");
+}
+
+/// In a process of its own, since it is asked for by an environment variable.
+#[test]
+fn a_description_that_panics_is_a_sentence_too() {
+    let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+    child.args(["--ignored", "--exact", "child", "--nocapture"]);
+    let good = child.output().unwrap();
+    let text = String::from_utf8_lossy(&good.stdout);
+    assert!(text.contains("loaded: true"), "{text}");
+    let output = child.env("GANTRY_TEST_DESCRIBE_PANIC", "1").env("RUST_BACKTRACE", "0").output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(text.contains("misbehave: panicked in describe: asked to panic in describe ("), "{text}");
+    // Nothing else is said: the panic is quiet.
+    assert!(!String::from_utf8_lossy(&output.stderr).contains("panicked"), "{output:?}");
+}
+
+#[test]
+#[ignore = "the child of another test"]
+fn child() {
+    let result =
+        PluginSet::default().add_file(&PluginFile { allow_writable: true, ..PluginFile::new(fixture("misbehave")) });
+    match result {
+        Ok(()) => println!("loaded: true"),
+        Err(e) => println!("{e}"),
+    }
 }

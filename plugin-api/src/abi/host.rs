@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, OnceLock};
 
 /// Values one visit may record before it is taken for a loop without end.
-pub const DEFAULT_VALUE_LIMIT: u64 = 1 << 18;
+pub const DEFAULT_VALUE_LIMIT: u64 = 1 << 16;
 
 /// What a provider's calls go to. See the module's page.
 pub struct HostObject {

@@ -7,9 +7,8 @@ use gantry_plugin_api::plan::{
     Axis, AxisSetting, Block, Direction, ElasticPlan, Init, Layout, MicroBatchInfo, ModelPlan, Param, Port, PortKind,
     Stage,
 };
-use gantry_plugin_api::sdk::{
-    Configure, Cx, Elastifier, Error, Hooks, Module, ParamId, Provider, Result,
-};
+use gantry_plugin_api::sdk::{Configure, Cx, Elastifier, Error, Hooks, Module, ParamId, Provider, Result};
+use operator::{Attrs, SoftCap};
 use schemars::JsonSchema;
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -19,7 +18,7 @@ gantry_plugin_api::export_plugin! {
     models: { "tiny" => Tiny },
     elastifiers: { "scripted" => Scripted },
     hooks: { "counting" => Counting },
-    custom_ops: [operator::SoftCap],
+    custom_ops: [SoftCap],
 }
 
 /// Sizes of the model.
@@ -33,6 +32,15 @@ pub struct TinyConfig {
     ffn: usize,
     #[serde(default = "eight")]
     vocab: usize,
+    #[serde(default = "small")]
+    init_std: f64,
+    /// Bounds the residual stream at its end, by an operator of this plugin.
+    #[serde(default)]
+    softcap: Option<f64>,
+}
+
+fn small() -> f64 {
+    0.02
 }
 
 fn eight() -> usize {
@@ -65,38 +73,27 @@ struct Ids {
     embedding: ParamId,
     layers: Vec<Layer>,
     final_norm: ParamId,
-}
-
-fn param(name: String, block: usize, dims: Vec<Layout>, init: Init) -> Param {
-    let decay = dims.len() > 1;
-    Param { name, block, dims, init, decay, lr_mult: 1.0, fp32: false, tie: None, export_shape: None, hf_name: None }
+    /// Bound and weight of the custom operator before the final norm.
+    cap: Option<(f64, ParamId)>,
 }
 
 impl Tiny {
     fn declare(&self) -> (ModelPlan, Ids) {
         let c = &self.0;
         let mut plan = ModelPlan::default();
-        for (name, size, per_layer) in [("hidden", c.hidden, false), ("ffn", c.ffn, true), ("vocab", c.vocab, false)] {
-            let elastic = name != "vocab";
-            plan.axes.push(Axis { name: name.into(), size, group: None, shard: None, elastic, per_layer });
-        }
+        plan.axes.push(Axis::new("hidden", c.hidden).elastic());
+        plan.axes.push(Axis::new("ffn", c.ffn).tensor_parallel().elastic_per_layer());
+        plan.axes.push(Axis::new("vocab", c.vocab).tensor_parallel());
         let [hidden, ffn, vocab] = ["hidden", "ffn", "vocab"].map(|axis| Layout::axis(axis, 1));
-        let normal = Init::Normal { std: 0.02 };
-        let block = |path: String, kind: &str, layer| Block {
-            path,
-            kind: kind.into(),
-            layer,
-            starts_stage: false,
-            extra_flops_per_token: 0.0,
-        };
-        let b = plan.add_block(block("embedding".into(), "embedding", None));
-        let embedding =
-            plan.add_param(param("embedding.weight".into(), b, vec![vocab, hidden.clone()], normal));
+        let normal = Init::Normal { std: c.init_std };
+        let b = plan.add_block(Block::new("embedding", "embedding"));
+        let embedding = plan.add_param(Param::new("embedding.weight", b, [vocab, hidden.clone()], normal));
         let layers = (0..c.layers)
             .map(|i| {
                 let path = format!("layers.{i}");
-                let b = plan.add_block(block(path.clone(), "mlp", Some(i)));
-                let mut add = |name: &str, dims, init| plan.add_param(param(format!("{path}.{name}"), b, dims, init));
+                let b = plan.add_block(Block::new(path.clone(), "mlp").layer(i));
+                let mut add =
+                    |name, dims: Vec<Layout>, init| plan.add_param(Param::new(format!("{path}.{name}"), b, dims, init));
                 Layer {
                     norm: add("norm.weight", vec![hidden.clone()], Init::Ones),
                     fc1: add("fc1.weight", vec![ffn.clone(), hidden.clone()], normal),
@@ -104,12 +101,25 @@ impl Tiny {
                 }
             })
             .collect();
-        let b = plan.add_block(block("final".into(), "output", None));
-        let final_norm = plan.add_param(param("final_norm.weight".into(), b, vec![hidden], Init::Ones));
-        let port = |name: &str, direction, kind| Port { name: name.into(), direction, kind, channels: None };
-        plan.ports.push(port("tokens", Direction::Input, PortKind::TokenIds));
-        plan.ports.push(port("logits", Direction::Output, PortKind::LanguageModel));
-        (plan, Ids { embedding, layers, final_norm })
+        let b = plan.add_block(Block::new("final", "output"));
+        let final_norm = plan.add_param(Param::new("final_norm.weight", b, [hidden.clone()], Init::Ones));
+        let cap = c.softcap.map(|cap| {
+            let weight = Param::new("softcap.weight", b, [hidden], Init::Uniform { low: 0.5, high: 1.5 });
+            (cap, plan.add_param(weight))
+        });
+        plan.ports.push(Port {
+            name: "tokens".into(),
+            direction: Direction::Input,
+            kind: PortKind::TokenIds,
+            channels: None,
+        });
+        plan.ports.push(Port {
+            name: "logits".into(),
+            direction: Direction::Output,
+            kind: PortKind::LanguageModel,
+            channels: None,
+        });
+        (plan, Ids { embedding, layers, final_norm, cap })
     }
 }
 
@@ -140,6 +150,9 @@ impl Module for Built {
                 let h = cx.linear("fc2", cx.role(Role::FfnHidden, h)?, layer.fc2)?;
                 cx.add("residual", x, cx.role(Role::MixerOutput, h)?)
             })?;
+        }
+        if let Some((cap, weight)) = self.0.cap {
+            x = cx.custom::<SoftCap>("softcap", &Attrs { cap }, &[x, cx.param(weight)?])?[0];
         }
         let h = cx.rms_norm("final_norm", x, self.0.final_norm, 1e-5)?;
         #[cfg(feature = "grown")]
@@ -245,7 +258,8 @@ impl Hooks for Counting {
 
     fn load(&mut self, state: &Value) -> Result<()> {
         let steps = state["steps"].as_u64();
-        self.steps = steps.ok_or_else(|| Error::new(gantry_plugin_api::sdk::ErrorKind::Data, "no steps in the state"))?;
+        self.steps =
+            steps.ok_or_else(|| Error::new(gantry_plugin_api::sdk::ErrorKind::Data, "no steps in the state"))?;
         Ok(())
     }
 }

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Attrs {
-    cap: f64,
+    pub cap: f64,
 }
 
 /// Inputs: x [tokens, channels], w [1, channels] (a parameter).

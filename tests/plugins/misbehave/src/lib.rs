@@ -4,12 +4,11 @@ mod elastic;
 mod hooks;
 
 use gantry_plugin_api::ops::{self, Act};
-use gantry_plugin_api::plan::{
-    Axis, Block, Direction, Init, Layout, ModelPlan, Param, Port, PortKind, Stage,
-};
+use gantry_plugin_api::plan::{Axis, Block, Direction, Init, Layout, ModelPlan, Param, Port, PortKind, Stage};
 use gantry_plugin_api::sdk::{Configure, Cx, Error, LogLevel, Module, ParamId, Provider, Result, Tensor, log};
-use schemars::JsonSchema;
+use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::Deserialize;
+use std::borrow::Cow;
 use std::cell::Cell;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -72,10 +71,27 @@ enum How {
     NoOutput,
 }
 
-#[derive(Deserialize, JsonSchema)]
+#[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Config {
     how: How,
+}
+
+/// Set: describing this plugin panics.
+const DESCRIBE_PANIC: &str = "GANTRY_TEST_DESCRIBE_PANIC";
+
+impl JsonSchema for Config {
+    fn schema_name() -> Cow<'static, str> {
+        "Config".into()
+    }
+
+    fn json_schema(generator: &mut SchemaGenerator) -> Schema {
+        if std::env::var_os(DESCRIBE_PANIC).is_some() {
+            panic!("asked to panic in describe");
+        }
+        let how = generator.subschema_for::<How>();
+        json_schema!({ "type": "object", "properties": { "how": how }, "required": ["how"] })
+    }
 }
 
 /// The model.
@@ -105,7 +121,18 @@ impl Drop for Misbehave {
 
 fn param(name: &str, block: usize, dims: Vec<Layout>, init: Init) -> Param {
     let name = name.into();
-    Param { name, block, dims, init, decay: true, lr_mult: 1.0, fp32: false, tie: None, export_shape: None, hf_name: None }
+    Param {
+        name,
+        block,
+        dims,
+        init,
+        decay: true,
+        lr_mult: 1.0,
+        fp32: false,
+        tie: None,
+        export_shape: None,
+        hf_name: None,
+    }
 }
 
 impl Provider for Misbehave {
@@ -120,7 +147,8 @@ impl Provider for Misbehave {
         };
         let [hidden, ffn, vocab] = ["hidden", "ffn", "vocab"].map(|a| Layout::axis(a, 1));
         let init = Init::Normal { std: if self.how == How::NanInit { f64::NAN } else { 0.02 } };
-        let mut plan = ModelPlan { axes: vec![axis("hidden", 8), axis("ffn", 16), axis("vocab", 32)], ..Default::default() };
+        let mut plan =
+            ModelPlan { axes: vec![axis("hidden", 8), axis("ffn", 16), axis("vocab", 32)], ..Default::default() };
         let block = |path: &str, layer| Block {
             path: path.into(),
             kind: "test".into(),
@@ -279,4 +307,3 @@ impl ops::Op for NewOperator {
         Ok(NewOperator)
     }
 }
-

@@ -53,4 +53,3 @@ static ROOT_MODULE: LibHeader = {
     // SAFETY: the header is typed with the table its constructor makes.
     unsafe { LibHeader::from_constructor::<WrongTableRef>(module, CheckTypeLayout::Yes) }
 };
-
