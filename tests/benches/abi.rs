@@ -1,7 +1,7 @@
 //! What the boundary costs: recording one operator through a plugin, less the same call made inside the host. Bound:
 //! 300 ns per operator, checked at the end.
 
-use criterion::{BenchmarkId, Criterion};
+use criterion::Criterion;
 use gantry::plugin::{ModelStage, PluginFile, PluginSet};
 use gantry_plugin_api::ops::{Act, Activation, Add, AttrBytes, Embedding, Linear, Op, RegionKind, RmsNorm, Role};
 use gantry_plugin_api::plan::{ModelPlan, Stage};
@@ -88,14 +88,14 @@ fn main() {
     };
     let plugin = per_operator(&mut through);
     let mut criterion = Criterion::default().configure_from_args();
-    criterion.bench_function(BenchmarkId::new("record", "through a plugin"), |b| b.iter(&mut through));
+    criterion.bench_function("record/through a plugin", |b| b.iter(&mut through));
     let mut host = TestHost::quiet(&plan);
     let mut inside = || {
         host.clear();
         in_host(black_box(&mut host)).expect("forward");
     };
     let inner = per_operator(&mut inside);
-    criterion.bench_function(BenchmarkId::new("record", "in the host"), |b| b.iter(&mut inside));
+    criterion.bench_function("record/in the host", |b| b.iter(&mut inside));
     criterion.final_summary();
     let cost = plugin - inner;
     println!("per operator: {plugin:.0} ns through a plugin, {inner:.0} ns in the host, boundary {cost:.0} ns");
