@@ -36,18 +36,35 @@ pub fn build_workspace(workspace: &str, name: &str, arguments: &[&str]) -> PathB
 pub fn providers(names: &[&str]) -> gantry::plugin::PluginSet {
     static BUILT: OnceLock<()> = OnceLock::new();
     BUILT.get_or_init(|| {
-        // A test binary lies in TARGET/PROFILE/deps.
-        let binary = std::env::current_exe().expect("a test has a file");
-        let profile = binary.parent().and_then(Path::parent).expect("a test binary lies in TARGET/PROFILE/deps");
-        let target = profile.parent().expect("a profile lies in a target folder");
-        let mut arguments = vec!["-p", "nemotron-hybrid", "-p", "dense-gpt"];
-        if profile.ends_with("release") {
-            arguments.push("--release");
-        }
-        build(&root().join("Cargo.toml"), target, &arguments);
+        build_here(&["-p", "nemotron-hybrid", "-p", "dense-gpt"]);
     });
     let search = gantry::plugin::Search::standard(Vec::new());
     gantry::plugin::PluginSet::load(search, names.iter().copied()).unwrap_or_else(|e| panic!("{e}"))
+}
+
+/// The `gantry` program of this test's profile.
+pub fn gantry() -> PathBuf {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT
+        .get_or_init(|| {
+            let features = if cfg!(feature = "cuda") { &[][..] } else { &["--no-default-features"] };
+            build_here(&[&["-p", "gantry", "--bin", "gantry"], features].concat()).join("gantry")
+        })
+        .clone()
+}
+
+/// Builds packages of the product where this test was built; gives the folder of the results.
+fn build_here(arguments: &[&str]) -> PathBuf {
+    // A test binary lies in TARGET/PROFILE/deps.
+    let binary = std::env::current_exe().expect("a test has a file");
+    let profile = binary.parent().and_then(Path::parent).expect("a test binary lies in TARGET/PROFILE/deps");
+    let target = profile.parent().expect("a profile lies in a target folder");
+    let mut arguments = arguments.to_vec();
+    if profile.ends_with("release") {
+        arguments.push("--release");
+    }
+    build(&root().join("Cargo.toml"), target, &arguments);
+    profile.to_owned()
 }
 
 fn build(manifest: &Path, target: &Path, arguments: &[&str]) {

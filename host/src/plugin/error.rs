@@ -33,9 +33,6 @@ pub enum PluginError {
     /// What a provider, or the host on a provider's behalf, said in a call.
     #[error("{provider}: {error}")]
     Call { provider: String, error: Error },
-
-    #[error("{}: inspecting it in a child process failed: {cause}", .path.display())]
-    Inspect { path: PathBuf, cause: String },
 }
 
 impl PluginError {

@@ -1,11 +1,9 @@
-//! A plugin's description: in this process, or through a child so that a crashing constructor is reported, not
+//! A plugin's description. The command line asks a child process for it, so that a crashing constructor is reported, not
 //! suffered.
 
 use super::{PluginError, PluginFile, PluginSet, Search};
 use gantry_plugin_api::plan::ProviderInfo;
 use serde::{Deserialize, Serialize};
-use std::path::Path;
-use std::process::{Command, Stdio};
 
 /// What a plugin says of itself.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -37,21 +35,4 @@ pub fn inspect(file: &PluginFile, search: &Search) -> Result<Inspection, PluginE
         operators: hello.operators.into_iter().map(|op| op.2).collect(),
         providers,
     })
-}
-
-/// Runs `command`, which is to write the [`Inspection`] of `path` to stdout as JSON, and reads it.
-pub fn inspect_in_child(path: &Path, command: &mut Command) -> Result<Inspection, PluginError> {
-    let failed = |cause: String| PluginError::Inspect { path: path.into(), cause };
-    let output = command
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .output()
-        .map_err(|e| failed(e.to_string()))?;
-    if !output.status.success() {
-        let stderr = String::from_utf8_lossy(&output.stderr);
-        let last = stderr.lines().map(str::trim).rfind(|l| !l.is_empty()).unwrap_or("it said nothing");
-        return Err(failed(format!("the child ended with {}: {last}", output.status)));
-    }
-    serde_json::from_slice(&output.stdout).map_err(|e| failed(format!("its description: {e}")))
 }

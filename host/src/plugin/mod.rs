@@ -7,7 +7,7 @@
 //! - [`purity`]: records a forward twice and compares.
 //! - [`watch`]: says so when a call into a plugin does not come back.
 //! - [`services`]: what plugins get from the host outside of a recording: log and threads.
-//! - [`inspect`]: a plugin's description, from a child process if it is not trusted yet.
+//! - [`inspect`]: a plugin's description.
 //!
 //! May depend on `gantry_plugin_api` and, of the host, on `failure` only. Invariant: nothing here knows a model; a plugin can
 //! end a run only with an error that names it.

@@ -148,7 +148,7 @@ impl Provider for Misbehave {
         let [hidden, ffn, vocab] = ["hidden", "ffn", "vocab"].map(|a| Layout::axis(a, 1));
         let init = Init::Normal { std: if self.how == How::NanInit { f64::NAN } else { 0.02 } };
         let mut plan =
-            ModelPlan { axes: vec![axis("hidden", 8), axis("ffn", 16), axis("vocab", 32)], ..Default::default() };
+            ModelPlan { axes: vec![axis("hidden", 8), axis("ffn", 16), axis("vocab", 272)], ..Default::default() };
         let block = |path: &str, layer| Block {
             path: path.into(),
             kind: "test".into(),
