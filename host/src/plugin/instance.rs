@@ -2,7 +2,7 @@
 
 use super::PluginError;
 use super::watch::watch;
-use gantry_plugin_api::abi::host::{DEFAULT_VALUE_LIMIT, HostObject};
+use gantry_plugin_api::abi::host::HostObject;
 use gantry_plugin_api::abi::tables::PluginTableRef;
 use gantry_plugin_api::abi::types::{Ctx, Object, Reply};
 use gantry_plugin_api::plan::{AxisSetting, ElasticPlan, MicroBatchInfo, ModelPlan, ProviderKind, Stage};
@@ -111,7 +111,7 @@ impl ModelProvider {
         let object = self.owned.call("build", |table, object| table.provider_build()(object, json.as_str().into()))?;
         let provider = Rc::clone(&self.owned.provider);
         let owned = Owned { provider, what: "module", table: self.owned.table, object };
-        Ok(ModelStage { owned, host: self.host, value_limit: DEFAULT_VALUE_LIMIT })
+        Ok(ModelStage { owned, host: self.host })
     }
 
     /// Gives the instance back to its plugin; says what a drop could only log.
@@ -124,20 +124,12 @@ impl ModelProvider {
 pub struct ModelStage {
     owned: Owned,
     host: &'static HostObject,
-    value_limit: u64,
 }
 
 impl ModelStage {
-    /// Bounds the values one forward may record; more is taken for a loop without end.
-    pub fn set_value_limit(&mut self, limit: u64) {
-        self.value_limit = limit;
-    }
-
     /// Has the provider record its forward into `calls`.
     pub fn forward(&self, calls: &mut dyn HostCalls) -> Result<()> {
-        visit(&self.owned, self.host, "forward", calls, self.value_limit, |table, object, ctx| {
-            table.module_forward()(object, ctx)
-        })
+        visit(&self.owned, self.host, "forward", calls, |table, object, ctx| table.module_forward()(object, ctx))
     }
 
     /// Gives the module back to its plugin; says what a drop could only log.
@@ -151,11 +143,10 @@ fn visit<T>(
     host: &'static HostObject,
     what: &'static str,
     calls: &mut dyn HostCalls,
-    limit: u64,
     f: impl FnOnce(PluginTableRef, Object, Ctx) -> Reply<T>,
 ) -> Result<T> {
     let _watch = watch(&owned.provider, what);
-    host.visit(calls, limit, |ctx| f(owned.table, owned.object, ctx).into_result().map_err(Error::from))
+    host.visit(calls, |ctx| f(owned.table, owned.object, ctx).into_result().map_err(Error::from))
         .map_err(|e| owned.error(e))
 }
 
@@ -250,7 +241,7 @@ impl HooksInstance {
     }
 
     fn event(&self, event: HookEvent, calls: &mut dyn HostCalls, step: u64, json: &str) -> Result<String> {
-        visit(&self.owned, self.host, event.name(), calls, DEFAULT_VALUE_LIMIT, |table, object, ctx| {
+        visit(&self.owned, self.host, event.name(), calls, |table, object, ctx| {
             table.hooks_event()(object, event as u32, ctx, step, json.into())
         })
         .map(Into::into)

@@ -316,19 +316,69 @@ pub fn log(level: crate::sdk::LogLevel, message: &str) {
 
 /// Declares the providers of a plugin and everything a host looks for in the library.
 ///
-/// ```ignore
+/// ```
+/// use gantry_plugin_api::plan::{Axis, Block, Direction, Init, Layout, ModelPlan, Param, Port, PortKind, Stage};
+/// use gantry_plugin_api::schemars::{self, JsonSchema};
+/// use gantry_plugin_api::sdk::{Configure, Cx, Module, ParamId, Provider, Result};
+///
 /// gantry_plugin_api::export_plugin! {
-///     name: "my-model",
-///     models: { "my-model" => MyModel },
-///     elastifiers: { "my-elastifier" => MyElastifier },
-///     hooks: {},
-///     custom_ops: [MyOperator],
-///     operators: [ops::Linear, ops::RmsNorm],
+///     name: "bigram",
+///     models: { "bigram" => Bigram },
+/// }
+///
+/// #[derive(serde::Deserialize, JsonSchema)]
+/// pub struct Config {
+///     /// Channels of the residual stream.
+///     hidden: usize,
+///     vocab: usize,
+/// }
+///
+/// /// The next token from the last one alone.
+/// pub struct Bigram(Config);
+///
+/// impl Configure for Bigram {
+///     type Config = Config;
+///     const SUMMARY: &'static str = "an embedding and its transpose";
+///     fn new(config: Config) -> Result<Bigram> {
+///         Ok(Bigram(config))
+///     }
+/// }
+///
+/// impl Provider for Bigram {
+///     fn plan(&self) -> Result<ModelPlan> {
+///         let mut plan = ModelPlan::default();
+///         plan.axes = vec![Axis::new("hidden", self.0.hidden), Axis::new("vocab", self.0.vocab)];
+///         let block = plan.add_block(Block::new("embedding", "embedding"));
+///         let dims = [Layout::axis("vocab", 1), Layout::axis("hidden", 1)];
+///         plan.add_param(Param::new("embedding.weight", block, dims, Init::Normal { std: 0.02 }));
+///         let port = |name: &str, direction, kind| Port { name: name.into(), direction, kind, channels: None };
+///         plan.ports.push(port("tokens", Direction::Input, PortKind::TokenIds));
+///         plan.ports.push(port("logits", Direction::Output, PortKind::LanguageModel));
+///         Ok(plan)
+///     }
+///     fn build(&self, _: &Stage) -> Result<Box<dyn Module>> {
+///         Ok(Box::new(Built { embedding: ParamId(0) }))
+///     }
+/// }
+///
+/// struct Built {
+///     embedding: ParamId,
+/// }
+///
+/// impl Module for Built {
+///     fn forward(&self, cx: &Cx) -> Result<()> {
+///         let x = cx.embedding("embedding", self.embedding, cx.batch("tokens")?)?;
+///         cx.output_language_model("logits", x, self.embedding)
+///     }
 /// }
 /// ```
 ///
-/// Sections come in this order; all but `name` may be left out. `version: "1.2.3"` after `name` defaults to the crate's.
-/// `operators` lists what the plugin cannot do without; it defaults to every operator of API 1.0.
+/// Sections, in this order; all but `name` may be left out:
+///
+/// - `version: "1.2.3"`, the crate's by default.
+/// - `models`, `elastifiers`, `hooks`: name => type, in braces.
+/// - `custom_ops: [MyOperator]`, types that implement [`CustomOp`].
+/// - `operators: [ops::Linear, ops::RmsNorm]`, what the plugin cannot do without; every operator of API 1.0 by default.
 #[macro_export]
 macro_rules! export_plugin {
     (

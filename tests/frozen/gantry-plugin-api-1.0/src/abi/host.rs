@@ -17,8 +17,8 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, OnceLock};
 
-/// Values one visit may record before it is taken for a loop without end.
-pub const DEFAULT_VALUE_LIMIT: u64 = 1 << 18;
+/// Values one visit may record before it is taken for a loop without end; large models record some thousands.
+const VALUE_LIMIT: u64 = 1 << 16;
 
 /// What a provider's calls go to. See the module's page.
 pub struct HostObject {
@@ -35,7 +35,6 @@ struct State {
     /// Taken out while a host function runs.
     calls: Option<NonNull<dyn HostCalls>>,
     recorded: u64,
-    limit: u64,
     /// A failure after which the recording is worthless even if the provider goes on.
     failure: Option<Error>,
 }
@@ -53,7 +52,7 @@ impl HostObject {
     /// A new object under the name of the provider it is for, never freed.
     pub fn leak(name: impl Into<String>) -> &'static HostObject {
         install_quiet_hook();
-        let state = State { calls: None, recorded: 0, limit: DEFAULT_VALUE_LIMIT, failure: None };
+        let state = State { calls: None, recorded: 0, failure: None };
         Box::leak(Box::new(HostObject {
             name: name.into(),
             thread: AtomicUsize::new(0),
@@ -62,13 +61,8 @@ impl HostObject {
         }))
     }
 
-    /// Runs `f`, during which handles made from the given [`Ctx`] reach `calls`; `limit` bounds the recorded values.
-    pub fn visit<R>(
-        &'static self,
-        calls: &mut dyn HostCalls,
-        limit: u64,
-        f: impl FnOnce(Ctx) -> Result<R>,
-    ) -> Result<R> {
+    /// Runs `f`, during which handles made from the given [`Ctx`] reach `calls`.
+    pub fn visit<R>(&'static self, calls: &mut dyn HostCalls, f: impl FnOnce(Ctx) -> Result<R>) -> Result<R> {
         static VISITS: AtomicU64 = AtomicU64::new(1);
         if self.thread.compare_exchange(0, thread_token(), Ordering::Acquire, Ordering::Relaxed).is_err() {
             return Err(Error::plugin(format!("{} is already being called", self.name)));
@@ -80,7 +74,7 @@ impl HostObject {
         let calls: NonNull<dyn HostCalls> =
             unsafe { std::mem::transmute::<NonNull<dyn HostCalls + '_>, NonNull<dyn HostCalls>>(NonNull::from(calls)) };
         // SAFETY: this thread holds `thread`.
-        unsafe { *self.state.get() = State { calls: Some(calls), recorded: 0, limit, failure: None } };
+        unsafe { *self.state.get() = State { calls: Some(calls), recorded: 0, failure: None } };
         let result = f(Ctx { object: std::ptr::from_ref(self).cast(), visit });
         // SAFETY: as above, and no host function is running any more.
         match unsafe { (*self.state.get()).failure.take() } {
@@ -116,7 +110,7 @@ impl HostObject {
         // SAFETY: `of` has seen that this thread is the one inside `visit`; the reference ends before `f` runs.
         let (pointer, mut meter) = unsafe {
             let state = &mut *object.state.get();
-            (state.calls.take(), Meter { recorded: state.recorded, limit: state.limit })
+            (state.calls.take(), Meter { recorded: state.recorded })
         };
         let Some(mut pointer) = pointer else {
             return Err(Error::plugin(format!("{}: a host function was called from inside another", object.name)));
@@ -128,7 +122,7 @@ impl HostObject {
         state.calls = Some(pointer);
         state.recorded = meter.recorded;
         if let Err(e) = &result
-            && (e.kind == ErrorKind::Panic || meter.recorded > meter.limit)
+            && (e.kind == ErrorKind::Panic || meter.recorded > VALUE_LIMIT)
             && state.failure.is_none()
         {
             state.failure = Some(e.clone());
@@ -140,16 +134,14 @@ impl HostObject {
 /// Counts recorded values.
 struct Meter {
     recorded: u64,
-    limit: u64,
 }
 
 impl Meter {
     fn count(&mut self, values: usize, path: &str) -> Result<()> {
         self.recorded += values as u64;
-        if self.recorded > self.limit {
-            let limit = self.limit;
+        if self.recorded > VALUE_LIMIT {
             return Err(Error::plugin(format!(
-                "more than {limit} values recorded, at \"{path}\": does forward loop without end?"
+                "more than {VALUE_LIMIT} values recorded, at \"{path}\": does forward loop without end?"
             )));
         }
         Ok(())
@@ -171,7 +163,7 @@ impl Drop for Leave {
 pub fn with_cx<R>(calls: &mut dyn HostCalls, f: impl FnOnce(&Cx) -> Result<R>) -> Result<R> {
     thread_local!(static SPARE: RefCell<Vec<&'static HostObject>> = const { RefCell::new(Vec::new()) });
     let object = SPARE.with(|s| s.borrow_mut().pop()).unwrap_or_else(|| HostObject::leak("host"));
-    let result = object.visit(calls, DEFAULT_VALUE_LIMIT, |ctx| f(&Cx::new(ctx, host_table())));
+    let result = object.visit(calls, |ctx| f(&Cx::new(ctx, host_table())));
     SPARE.with(|s| s.borrow_mut().push(object));
     result
 }

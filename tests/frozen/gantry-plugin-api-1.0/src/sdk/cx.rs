@@ -38,11 +38,6 @@ impl ModelPlan {
         self.buffers.push(buffer);
         BufferId(self.buffers.len() as u32 - 1)
     }
-
-    /// The parameter called `name`.
-    pub fn find_param(&self, name: &str) -> Option<ParamId> {
-        self.params.iter().position(|p| p.name == name).map(|i| ParamId(i as u32))
-    }
 }
 
 /// What an operator takes as an operand: a tensor of the recording, a parameter or a buffer.

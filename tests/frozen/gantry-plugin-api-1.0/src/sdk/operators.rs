@@ -6,7 +6,6 @@
 use super::cx::{Cx, Operand, Tensor};
 use super::{Error, Result};
 use crate::ops::{self, Act, Reduction};
-use smallvec::SmallVec;
 
 /// What a router chose: probs [tokens, topk] and expert indices i32 [tokens, topk].
 #[derive(Clone, Copy, Debug)]
@@ -291,9 +290,4 @@ impl Cx {
     pub fn row_scale(&self, path: &str, x: Tensor, weight: Tensor) -> Result<Tensor> {
         self.one(path, &ops::RowScale {}, &[x, weight])
     }
-}
-
-/// Several operands at once, e.g. for [`Cx::op`].
-pub fn resolve_all<O: Operand>(cx: &Cx, operands: impl IntoIterator<Item = O>) -> Result<SmallVec<[Tensor; 8]>> {
-    operands.into_iter().map(|o| o.resolve(cx)).collect()
 }
