@@ -73,6 +73,9 @@ impl Kind {
 
 type Job<T> = Box<dyn FnOnce(&mut Rank<T>) + Send>;
 
+/// The checkpoint tensors of one declared tensor: (name, shape).
+pub type Entries = Vec<(String, Vec<usize>)>;
+
 /// The ranks of a model.
 pub struct Team<T> {
     pub plan: ModelPlan,
@@ -219,7 +222,7 @@ impl<T: Element> Team<T> {
     }
 
     /// Names and shapes of the checkpoint tensors that a declared one becomes.
-    pub fn entries(&self, kind: Kind) -> Result<Vec<Vec<(String, Vec<usize>)>>> {
+    pub fn entries(&self, kind: Kind) -> Result<Vec<Entries>> {
         let table = ParamTable::new(
             &self.plan,
             &Stage { begin: 0, end: self.plan.blocks.len() },
@@ -388,13 +391,14 @@ fn build<T: Element>(
 
 /// The groups of every rank of a grid, in rank order.
 fn groups<T: Element>(grid: Grid, timeout: Duration) -> Vec<Groups<T>> {
-    let mut lists: Vec<Vec<Option<Box<dyn Group<T>>>>> = Vec::new();
+    type Seats<T> = Vec<Option<Box<dyn Group<T>>>>;
+    let mut lists: Vec<Seats<T>> = Vec::new();
     let places: Vec<Place> = (0..grid.ranks()).map(|rank| grid.place(rank)).collect();
     // Each kind of group: the key ranks share, in the order of their place inside.
     let kinds: [(&str, fn(&Place) -> (usize, usize)); 4] =
         [("tp", |p| (p.dp, p.pp)), ("dp", |p| (p.tp, p.pp)), ("pp", |p| (p.tp, p.dp)), ("world", |_| (0, 0))];
     for (name, key) in kinds {
-        let mut list: Vec<Option<Box<dyn Group<T>>>> = (0..grid.ranks()).map(|_| None).collect();
+        let mut list: Seats<T> = (0..grid.ranks()).map(|_| None).collect();
         let mut keys: Vec<(usize, usize)> = places.iter().map(key).collect();
         keys.sort_unstable();
         keys.dedup();
