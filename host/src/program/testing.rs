@@ -371,6 +371,8 @@ pub fn relative_l2(a: &[f64], b: &[f64]) -> f64 {
 mod tests {
     use super::*;
     use crate::program::ops::{arith, linear, rms_norm};
+    use gantry_plugin_api::ops::RegionKind;
+    use gantry_plugin_api::sdk::{HostCalls, RegionEntry};
 
     /// A column-parallel and a row-parallel product around a norm and a residual: every change of placement.
     fn block() -> OpTest {
@@ -404,5 +406,44 @@ mod tests {
     #[test]
     fn a_parallel_block_equals_one_rank() {
         block().check();
+    }
+
+    /// y = W x, recorded inside a region of `kind`, plus x.
+    fn in_region(kind: RegionKind) -> OpTest {
+        OpTest {
+            axes: vec![axis("hidden", 4, false)],
+            params: vec![("w", vec![Layout::axis("hidden", 1), Layout::axis("hidden", 1)])],
+            inputs: vec![Input { name: "x", rows: 2, channels: Layout::axis("hidden", 1), spread: true }],
+            ints: vec![],
+            tokens: 2,
+            settings: vec![],
+            state_grads: false,
+            forward: Box::new(move |cx, inputs| {
+                let w = cx.param_value(0)?;
+                let open = cx.region_begin("inner", kind, None);
+                assert_eq!(open, Ok(RegionEntry::Enter));
+                let h = linear::record(cx, Default::default(), &[inputs[0], w])?[0];
+                let h = arith::mul(cx, Default::default(), &[h, h])?[0];
+                let close = cx.region_end();
+                assert_eq!(close, Ok(()));
+                Ok(vec![arith::add(cx, Default::default(), &[inputs[0], h])?[0]])
+            }),
+        }
+    }
+
+    #[test]
+    fn a_recomputed_region_has_the_same_gradients() {
+        in_region(RegionKind::Recompute).check();
+        let (kept, again) = (in_region(RegionKind::Plain), in_region(RegionKind::Recompute));
+        assert_eq!(kept.run(Grid::SINGLE), again.run(Grid::SINGLE));
+    }
+
+    #[test]
+    fn no_gradient_leaves_a_region_without_one() {
+        let results = in_region(RegionKind::NoGrad).run(Grid::SINGLE);
+        assert!(results["d.w"].iter().all(|&g| g == 0.0), "{:?}", results["d.w"]);
+        let seeds: Vec<f64> = (0..8).map(|i| seed("y0", i)).collect();
+        assert_eq!(results["d.x"], seeds, "only the residual carries a gradient");
+        assert!(in_region(RegionKind::Plain).run(Grid::SINGLE)["d.w"].iter().all(|&g| g != 0.0));
     }
 }

@@ -165,6 +165,9 @@ impl<T: Element> Engine for TeamEngine<T> {
         let results = self.team.all(move |rank| {
             let mine: Vec<(usize, Arc<Batch>)> =
                 batches.iter().filter(|(i, _)| i % dp == rank.model.place.dp).cloned().collect();
+            for (name, value) in [("lr", hyper.lr), ("weight_decay", hyper.weight_decay), ("iteration", step as f64)] {
+                rank.step_inputs.insert(name.into(), value);
+            }
             let mut sums = rank.gradients(step, &mine)?;
             let norm = rank.update(&adam, StepHyper { lr: hyper.lr, weight_decay: hyper.weight_decay, step })?;
             if !norm.is_finite() && sums.nonfinite.is_none() {
@@ -186,7 +189,8 @@ impl<T: Element> Engine for TeamEngine<T> {
         }
         for (name, value) in results.iter().flat_map(|(s, _)| &s.metrics) {
             let sum = metrics.get(name).and_then(Value::as_f64).unwrap_or(0.0);
-            metrics.insert(name.clone(), json!(sum + value));
+            // A metric is the mean over the step's micro-batches.
+            metrics.insert(name.clone(), json!(sum + value / self.micro_batches as f64));
         }
         Ok(StepReport {
             loss_sum: sums.loss,

@@ -74,6 +74,8 @@ pub struct Rank<T> {
     /// Arenas ever allocated: constant after warm-up.
     arenas: usize,
     pub state_gradients: BTreeMap<String, Vec<f64>>,
+    /// Values of the step that a model may ask for by name (`Cx::step_input`); set before each step.
+    pub step_inputs: BTreeMap<String, f64>,
     check_purity: bool,
 }
 
@@ -107,6 +109,7 @@ impl<T: Element> Rank<T> {
             loads: BTreeMap::new(),
             arenas: 0,
             state_gradients: BTreeMap::new(),
+            step_inputs: BTreeMap::new(),
             check_purity,
         }
     }
@@ -183,7 +186,9 @@ impl<T: Element> Rank<T> {
                 "sample" => program.get_int_mut(&mut arena, id)[0] = batch.first_sample as i32,
                 "aux_scale" => program.get_mut(&mut arena, id)[0] = T::of(tokens / tokens_of_step),
                 name => {
-                    if let Some(data) = states.data.get(name) {
+                    if let Some(&value) = self.step_inputs.get(name) {
+                        program.get_mut(&mut arena, id)[0] = T::of(value);
+                    } else if let Some(data) = states.data.get(name) {
                         let to = program.get_mut(&mut arena, id);
                         to.iter_mut().zip(data).for_each(|(to, &x)| *to = T::of(x));
                     } else if compiled.received.is_none_or(|(received, _)| received != id) {
