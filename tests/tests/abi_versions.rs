@@ -1,11 +1,14 @@
 //! Plugins and hosts of different minor versions: built against the frozen API 1.0, or against one newer than the host's.
 //! Run with and without `--features grown`, which makes this host's API the newer one.
 
+use gantry::mesh::Grid;
 use gantry::plugin::{PluginFile, PluginSet};
+use gantry::train::team::TeamSpec;
 use gantry_plugin_api::abi::hello::{API_MINOR, LAYOUT_1_0};
 use gantry_plugin_api::abi::load::read_hello;
 use gantry_plugin_api::abi::tables::LAYOUT_HASH;
 use gantry_plugin_api::plan::{AxisSetting, AxisState, MicroBatchInfo, Stage};
+use gantry_tests::layouts::{batch, hybrid, spec, train, worst};
 use gantry_tests::plugins::{build_workspace, file_name, fixture};
 use gantry_tests::test_host::TestHost;
 use serde_json::json;
@@ -71,6 +74,16 @@ fn a_provider_of_the_product_built_against_1_0_loads() {
     assert!(set.plugins()[0].providers.iter().any(|p| p.name == "nemotron-hybrid"));
     let e = set.provider("nemotron-hybrid", &json!({"no_such_key": 1})).map(drop).unwrap_err().to_string();
     assert!(e.contains("no_such_key"), "{e}");
+}
+
+/// Recording is all a provider does, so a run must not differ in a single bit.
+#[test]
+fn a_run_of_the_hybrid_built_against_1_0_is_the_run_of_today() {
+    let today = spec("nemotron-hybrid", hybrid(), Grid { tp: 2, sequence_parallel: true, ..Grid::SINGLE });
+    let old = TeamSpec { plugins: load(&frozen("nemotron-hybrid")), ..today.clone() };
+    let [old, today] = [old, today].map(|spec| train(&spec, 1, 2, batch, |_| Ok(())).unwrap_or_else(|e| panic!("{e}")));
+    assert!(!today.tensors.is_empty());
+    assert_eq!(worst(&today, &old), (0.0, "nothing".into()));
 }
 
 #[test]

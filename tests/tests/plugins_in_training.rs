@@ -4,7 +4,7 @@
 use gantry::failure::Failure;
 use gantry::mesh::Grid;
 use gantry::plugin::{PluginFile, PluginSet};
-use gantry::train::team::TeamSpec;
+use gantry::train::team::{ElasticSpec, TeamSpec};
 use gantry_tests::layouts::{Trace, batch, spec, train, worst};
 use gantry_tests::plugins::fixture;
 use rstest::rstest;
@@ -90,4 +90,34 @@ fn an_operator_of_a_plugin_trains_the_same_on_any_layout(#[case] grid: Grid) {
     assert!(worst(&one, &another).0 > 1e-3);
     let grad = &one.tensors["grad.softcap.weight"];
     assert!(grad.len() == 8 && grad.iter().all(|g| g.is_finite() && *g != 0.0), "{grad:?}");
+}
+
+#[test]
+fn an_elastifier_of_a_plugin_sets_the_widths_of_a_run() {
+    let run = |elastic: ElasticSpec, grid| {
+        let mut plugins = PluginSet::default();
+        plugins.add_file(&PluginFile { allow_writable: true, ..PluginFile::new(fixture("elastic-test")) })?;
+        let config = json!({"layers": 2, "hidden": 8, "ffn": 12, "vocab": 32, "init_std": 0.4});
+        let spec = TeamSpec { plugins, provider: "tiny".into(), config, elastic, ..spec_without_plugins(grid) };
+        train(&spec, 2, 2, batch, |_| Ok(()))
+    };
+    let scripted = |config| ElasticSpec::Plugin { provider: "scripted".into(), config };
+    let hard = json!([{"axis": "ffn", "layer": 1, "state": {"hard": {"n": 4, "gain": 1.0}}}]);
+    let slice = json!([{"axis": "ffn", "layer": 1, "state": {"slice": {"n": 4}}}]);
+    let full = run(ElasticSpec::Off, Grid::SINGLE).unwrap();
+    let masked = run(scripted(json!({"settings": hard})), Grid::SINGLE).unwrap();
+    let fixed = serde_json::from_value(hard.clone()).unwrap();
+    assert_eq!(worst(&masked, &run(ElasticSpec::Fixed(fixed), Grid::SINGLE).unwrap()).0, 0.0);
+    assert!(worst(&full, &masked).0 > 1e-3);
+    for (config, grid) in [(&slice, Grid::SINGLE), (&slice, TP2_SP), (&hard, DP2)] {
+        let (error, name) = worst(&masked, &run(scripted(json!({"settings": config})), grid).unwrap());
+        assert!(error < 1e-9, "{name} differs by {error:e} on {grid:?}");
+    }
+    // One micro-batch full, the next narrow: neither of the runs above.
+    let mixed = run(scripted(json!({"per_micro_batch": [[], hard]})), Grid::SINGLE).unwrap();
+    assert!(worst(&full, &mixed).0 > 1e-3 && worst(&masked, &mixed).0 > 1e-3);
+    let unknown = json!({"settings": [{"axis": "vocab", "state": {"slice": {"n": 4}}}]});
+    let e = run(scripted(unknown), TP2).map(drop).unwrap_err();
+    assert!(e.sentence.contains("scripted: the target has no elastic axis \"vocab\""), "{e}");
+    assert_eq!(e.exit_status(), 2);
 }
