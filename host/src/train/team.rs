@@ -395,7 +395,8 @@ fn groups<T: Element>(grid: Grid, timeout: Duration) -> Vec<Groups<T>> {
     let mut lists: Vec<Seats<T>> = Vec::new();
     let places: Vec<Place> = (0..grid.ranks()).map(|rank| grid.place(rank)).collect();
     // Each kind of group: the key ranks share, in the order of their place inside.
-    let kinds: [(&str, fn(&Place) -> (usize, usize)); 4] =
+    type Key = fn(&Place) -> (usize, usize);
+    let kinds: [(&str, Key); 4] =
         [("tp", |p| (p.dp, p.pp)), ("dp", |p| (p.tp, p.pp)), ("pp", |p| (p.tp, p.dp)), ("world", |_| (0, 0))];
     for (name, key) in kinds {
         let mut list: Seats<T> = (0..grid.ranks()).map(|_| None).collect();
