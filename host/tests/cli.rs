@@ -1,4 +1,4 @@
-//! The program from outside: exit statuses and what stderr says first and last.
+//! The program from outside: exit statuses and sentences of everything that goes wrong before a plugin is in use.
 
 use rstest::rstest;
 use std::path::Path;
@@ -20,8 +20,6 @@ fn gantry(folder: &Path, arguments: &[&str]) -> Output {
 fn folder() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("r.yaml"), RECIPE).unwrap();
-    std::fs::create_dir(folder.path().join("text")).unwrap();
-    std::fs::write(folder.path().join("text/a.txt"), "a text that is long enough for two samples").unwrap();
     folder
 }
 
@@ -37,10 +35,6 @@ fn folder() -> tempfile::TempDir {
 #[case::provider(&["train", "r.yaml"], 3, "no-such-provider")]
 #[case::inspect_nothing(&["inspect", "no-such-plugin"], 3, "no-such-plugin")]
 #[case::inspect_no_library(&["inspect", "r.yaml"], 3, "r.yaml")]
-#[case::no_data(&["train", "r.yaml", "--set", "data.paths=[nowhere]"], 4, "nowhere")]
-#[case::no_text(&["train", "r.yaml", "--set", "data.extensions=[rs]"], 4, "no text in data path")]
-#[case::little_text(&["train", "r.yaml", "--set", "train.seq_length=99"], 4, "holds 43 tokens, fewer than the 100")]
-#[case::checkpoint(&["train", "r.yaml", "--resume", "text"], 4, "text is no complete checkpoint")]
 #[case::run_folder(&["train", "r.yaml", "--run-dir", "r.yaml/x"], 4, "cannot write")]
 fn wrong_input_has_its_status_and_sentence(#[case] arguments: &[&str], #[case] status: i32, #[case] part: &str) {
     let folder = folder();
@@ -57,11 +51,15 @@ fn environment_overrides_the_recipe() {
     let output = Command::new(env!("CARGO_BIN_EXE_gantry"))
         .current_dir(folder.path())
         .args(["train", "r.yaml"])
-        .env("GANTRY_TRAIN__SEQ_LENGTH", "1000")
+        .env("GANTRY_TRAIN__SEQ_LENGTH", "0")
         .output()
         .unwrap();
-    assert!(String::from_utf8(output.stderr).unwrap().contains("fewer than the 1001 of one sample"));
-    assert_eq!(output.status.code(), Some(4));
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert!(
+        stderr.starts_with("error: environment variable GANTRY_TRAIN__SEQ_LENGTH: `train.seq_length` is 0"),
+        "{stderr}"
+    );
+    assert_eq!(output.status.code(), Some(2));
 }
 
 #[test]

@@ -125,22 +125,54 @@ fn human(report: &Report) -> String {
     text
 }
 
-/// The keys of a configuration: name, type, default, meaning.
+/// The keys of a configuration: name, type or choices, default, meaning.
 fn schema(text: &mut String, schema: &Value) {
     let required: Vec<&str> = schema["required"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
-    for (key, about) in schema["properties"].as_object().into_iter().flatten() {
-        let kind = match &about["type"] {
-            Value::String(kind) => kind.clone(),
-            Value::Array(kinds) => kinds.iter().filter_map(Value::as_str).collect::<Vec<_>>().join(" or "),
-            _ => String::new(),
-        };
-        let default = match about.get("default") {
-            Some(default) => format!("default {default}"),
-            None if required.contains(&key.as_str()) => "required".into(),
-            None => String::new(),
-        };
-        let meaning = about["description"].as_str().unwrap_or("").lines().next().unwrap_or("");
-        let _ = writeln!(text, "  {key:28} {kind:18} {default:18} {meaning}");
+    let rows: Vec<[String; 4]> = schema["properties"]
+        .as_object()
+        .into_iter()
+        .flatten()
+        .map(|(key, about)| {
+            let default = match about.get("default") {
+                Some(default) => format!("default {default}"),
+                None if required.contains(&key.as_str()) => "required".into(),
+                None => String::new(),
+            };
+            let meaning = about["description"].as_str().unwrap_or("").lines().next().unwrap_or("");
+            [key.clone(), kind(about, &schema["$defs"]), default, meaning.into()]
+        })
+        .collect();
+    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let widths = [width(0), width(1), width(2)];
+    for [key, kind, default, meaning] in &rows {
+        let [w0, w1, w2] = widths;
+        let line = format!("  {key:w0$}  {kind:w1$}  {default:w2$}  {meaning}");
+        let _ = writeln!(text, "{}", line.trim_end());
+    }
+}
+
+/// What a value may be, in a word or as its choices.
+fn kind(about: &Value, definitions: &Value) -> String {
+    let list = |values: &[Value], between: &str, word: &dyn Fn(&Value) -> String| {
+        values.iter().map(word).collect::<Vec<_>>().join(between)
+    };
+    let literal = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_string);
+    if let Some(name) = about["$ref"].as_str().and_then(|path| path.strip_prefix("#/$defs/")) {
+        return kind(&definitions[name], definitions);
+    }
+    if let Some(choices) = about["enum"].as_array() {
+        return list(choices, "|", &literal);
+    }
+    if let Some(choices) = about["oneOf"].as_array().or(about["anyOf"].as_array()) {
+        return list(choices, "|", &|choice| match choice.get("const") {
+            Some(value) => literal(value),
+            None => kind(choice, definitions),
+        });
+    }
+    match &about["type"] {
+        Value::String(name) if name == "array" => format!("list of {}", kind(&about["items"], definitions)),
+        Value::Array(kinds) => list(kinds, "|", &literal),
+        name => name.as_str().unwrap_or("any").to_string(),
     }
 }
 
@@ -181,5 +213,55 @@ fn width(layout: &Layout, sizes: &BTreeMap<&str, usize>, plan: &ModelPlan) -> us
             }
             size(axis) * width(inner, &inside, plan)
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn keys_show_choices_defaults_and_meaning() {
+        let mut text = String::new();
+        let about = json!({
+            "required": ["size"],
+            "$defs": {
+                "Shape": {"oneOf": [{"const": "a", "description": "x"}, {"const": "b"}]},
+                "Plain": {"enum": ["c", "d"], "type": "string"},
+            },
+            "properties": {
+                "list": {"type": "array", "items": {"$ref": "#/$defs/Plain"}},
+                "maybe": {"type": ["number", "null"], "default": 0.5},
+                "shape": {"$ref": "#/$defs/Shape", "description": "What it looks like.\nMore."},
+                "size": {"type": "integer"},
+            },
+        });
+        schema(&mut text, &about);
+        let expected = [
+            "  list   list of c|d",
+            "  maybe  number|null  default 0.5",
+            "  shape  a|b                       What it looks like.",
+            "  size   integer      required",
+        ];
+        assert_eq!(text.lines().collect::<Vec<_>>(), expected);
+    }
+
+    #[test]
+    fn an_axis_inside_a_repeat_counts_its_group_only() {
+        let axis = |name: &str, size, group: Option<&str>| gantry_plugin_api::plan::Axis {
+            name: name.into(),
+            size,
+            group: group.map(str::to_string),
+            shard: None,
+            elastic: false,
+            per_layer: false,
+        };
+        let plan =
+            ModelPlan { axes: vec![axis("heads", 6, Some("groups")), axis("groups", 2, None)], ..Default::default() };
+        let sizes = plan.axes.iter().map(|axis| (axis.name.as_str(), axis.size)).collect();
+        let qkv = Layout::seq([("q", Layout::axis("heads", 4)), ("k", Layout::Fixed(4)), ("v", Layout::Fixed(4))]);
+        // Per group: 3 heads of 4, k and v of 4 each.
+        assert_eq!(width(&Layout::repeat("groups", qkv), &sizes, &plan), 2 * (3 * 4 + 4 + 4));
     }
 }

@@ -1,0 +1,258 @@
+//! Whole runs of the program with a real provider: stopped and killed runs go on bit by bit, in any layout; a NaN ends
+//! a run; the plan and the description agree with what was trained.
+
+use gantry_tests::plugins::{fixture, gantry, providers};
+use rstest::rstest;
+use serde_json::Value;
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+const RECIPE: &str = "\
+name: small
+modules:
+  lm:
+    provider: nemotron-hybrid
+    config:
+      pattern: M*E-
+      hidden_size: 32
+      vocab_size: 64
+      num_attention_heads: 4
+      num_query_groups: 2
+      kv_channels: 8
+      ffn_hidden_size: 64
+      mamba_num_heads: 4
+      mamba_head_dim: 8
+      mamba_num_groups: 2
+      mamba_state_dim: 8
+      mamba_chunk_size: 16
+      num_moe_experts: 4
+      moe_ffn_hidden_size: 16
+      moe_router_enable_expert_bias: true
+      moe_aux_loss_coeff: 1.0e-3
+data: {synthetic: {vocab: 64, document_length: 40, tokens: 20000}}
+optimizer: {lr: 1.0e-2}
+schedule: {warmup_steps: 3}
+train: {steps: 5000, seq_length: 48, micro_batch_size: 1, global_batch_size: 4}
+checkpoint: {every: 6}
+";
+
+struct Runs {
+    folder: tempfile::TempDir,
+}
+
+impl Runs {
+    fn new() -> Runs {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("r.yaml"), RECIPE).unwrap();
+        Runs { folder }
+    }
+
+    fn command(&self, arguments: &[&str]) -> Command {
+        // The program looks for plugins beside itself.
+        providers(&["nemotron-hybrid"]);
+        let mut command = Command::new(gantry());
+        command.current_dir(self.folder.path()).args(arguments);
+        command
+    }
+
+    fn gantry(&self, arguments: &[&str]) -> Output {
+        self.command(arguments).output().unwrap()
+    }
+
+    /// Trains into `run` up to `steps`; fails the test if the program does.
+    fn train(&self, run: &str, steps: &str, more: &[&str]) {
+        let output = self.gantry(&[&["train", "r.yaml", "--run-dir", run, "--steps", steps], more].concat());
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    }
+
+    /// Starts training and waits until `lines` steps are in the metrics.
+    fn train_until(&self, run: &str, lines: usize) -> Child {
+        let mut child = self.command(&["train", "r.yaml", "--run-dir", run]).stderr(Stdio::null()).spawn().unwrap();
+        let began = Instant::now();
+        while self.metrics(run).len() < lines {
+            assert!(child.try_wait().unwrap().is_none(), "the run ended before step {lines}");
+            assert!(began.elapsed() < Duration::from_secs(120), "no step {lines} after two minutes");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        child
+    }
+
+    /// Whole lines of the metrics, without what depends on the clock and the machine.
+    fn metrics(&self, run: &str) -> Vec<Value> {
+        let text = std::fs::read_to_string(self.folder.path().join(run).join("metrics.jsonl")).unwrap_or_default();
+        let mut lines: Vec<Value> = text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
+        for line in lines.iter_mut().filter_map(Value::as_object_mut) {
+            ["step_seconds", "tokens_per_second", "memory_peak_bytes"].iter().for_each(|key| drop(line.remove(*key)));
+        }
+        lines
+    }
+
+    /// Hashes of the shards of a step's checkpoint, as its index states them.
+    fn hashes(&self, run: &str, step: u64) -> Value {
+        let path = self.folder.path().join(format!("{run}/checkpoints/step-{step:08}/index.json"));
+        let index: Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+        assert!(index["tensors"].as_array().unwrap().len() > 20);
+        index["files"].clone()
+    }
+
+    fn latest(&self, run: &str) -> String {
+        std::fs::read_to_string(self.folder.path().join(run).join("checkpoints/latest")).unwrap().trim().into()
+    }
+}
+
+fn signal(child: &Child, name: &str) {
+    let status = Command::new("kill").args([name, &child.id().to_string()]).status().unwrap();
+    assert!(status.success());
+}
+
+#[test]
+fn stopped_and_killed_runs_go_on_bit_by_bit() {
+    let runs = Runs::new();
+    // Ended by its limit, by a stop signal between checkpoints, and killed.
+    runs.train("parts", "4", &[]);
+    let mut child = runs.train_until("parts", 9);
+    signal(&child, "-TERM");
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+    let stopped = runs.metrics("parts").len();
+    assert_eq!(runs.latest("parts"), format!("step-{stopped:08}"));
+    let mut child = runs.train_until("parts", stopped + 8);
+    signal(&child, "-KILL");
+    assert_eq!(child.wait().unwrap().code(), None);
+    let last = runs.metrics("parts").len() + 9;
+    runs.train("parts", &last.to_string(), &[]);
+    runs.train("whole", &last.to_string(), &[]);
+    let (whole, parts) = (runs.metrics("whole"), runs.metrics("parts"));
+    assert_eq!(whole.len(), last);
+    assert_eq!(whole, parts);
+    assert_eq!(runs.hashes("whole", last as u64), runs.hashes("parts", last as u64));
+    // It is training that is repeated: the loss falls from chance, ln 64 = 4.16.
+    let loss = |line: &Value| line["lm_loss"].as_f64().unwrap();
+    let (begin, end) = (loss(&whole[0]), loss(&whole[last - 1]));
+    assert!((begin - 4.16).abs() < 0.2 && end < begin - 0.3, "{begin} to {end}");
+}
+
+#[test]
+fn a_checkpoint_of_one_layout_goes_on_in_another() {
+    let runs = Runs::new();
+    runs.train("whole", "10", &["--set", "train.precision=fp64"]);
+    runs.train("parts", "6", &["--set", "train.precision=fp64"]);
+    let layout = ["modules.lm.grid.tp=2", "modules.lm.grid.pp=2", "modules.lm.grid.sequence_parallel=true"];
+    let set: Vec<&str> = layout.iter().flat_map(|assignment| ["--set", assignment]).collect();
+    runs.train("parts", "10", &[&set[..], &["--ranks", "8", "--set", "train.precision=fp64"]].concat());
+    for (whole, parts) in runs.metrics("whole").iter().zip(runs.metrics("parts")) {
+        for key in ["lm_loss", "loss", "grad_norm"] {
+            let (a, b) = (whole[key].as_f64().unwrap(), parts[key].as_f64().unwrap());
+            assert!((a - b).abs() <= 1e-9 * a.abs(), "{key} of step {}: {a} against {b}", whole["step"]);
+        }
+    }
+}
+
+#[test]
+fn nan_ends_a_run_with_status_5_and_says_where() {
+    let runs = Runs::new();
+    let wild = ["--set", "optimizer.lr=1e30", "--set", "schedule.warmup_steps=0", "--set", "optimizer.clip_grad=0"];
+    let output = runs.gantry(&[&["train", "r.yaml", "--run-dir", "wild"], &wild[..]].concat());
+    let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(5), "{stderr}");
+    let last = runs.metrics("wild").pop().unwrap();
+    assert!(last["stopped"].as_str().unwrap().starts_with("nan in "), "{last}");
+    assert!(stderr.contains("NaN or infinity in"), "{stderr}");
+}
+
+#[test]
+fn a_torn_checkpoint_is_refused_by_name() {
+    let runs = Runs::new();
+    runs.train("torn", "2", &[]);
+    let shard = runs.folder.path().join("torn/checkpoints/step-00000002/shard-00000.safetensors");
+    let bytes = std::fs::read(&shard).unwrap();
+    std::fs::write(&shard, &bytes[..bytes.len() / 2]).unwrap();
+    let output = runs.gantry(&["train", "r.yaml", "--run-dir", "torn"]);
+    let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(4), "{stderr}");
+    assert!(stderr.contains("step-00000002: shard-00000.safetensors has "), "{stderr}");
+}
+
+#[rstest]
+#[case::no_data(&["data.paths=[nowhere]"], 4, "cannot read data path")]
+#[case::no_text(&["data.paths=[.]", "data.extensions=[txt]"], 4, "no text in data path")]
+#[case::little_text(&["data.paths=[.]", "data.extensions=[yaml]", "train.seq_length=9999"], 4, "fewer than the 10000 of")]
+#[case::small_vocabulary(&["data.paths=[.]", "data.extensions=[yaml]"], 2, "vocabulary has 64 tokens, the data has 257")]
+#[case::provider_key(&["modules.lm.config.hiden_size=3"], 2, "hiden_size")]
+#[case::bad_split(&["modules.lm.grid.tp=3"], 2, "grid.tp = 3 does not divide")]
+#[case::load(&["modules.lm.load=r.yaml"], 4, "is no complete checkpoint")]
+fn wrong_input_has_its_status_and_sentence(#[case] set: &[&str], #[case] status: i32, #[case] part: &str) {
+    let runs = Runs::new();
+    let mut arguments = vec!["train", "r.yaml", "--run-dir", "run", "--steps", "1"];
+    if set.iter().any(|assignment| assignment.starts_with("data.paths")) {
+        arguments.extend(["--set", "data.synthetic=null"]);
+    }
+    arguments.extend(set.iter().flat_map(|assignment| ["--set", assignment]));
+    let output = runs.gantry(&arguments);
+    let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(status), "{stderr}");
+    assert!(stderr.starts_with("error: ") && stderr.contains(part), "{stderr}");
+    assert!(!stderr.contains("panicked") && !stderr.contains("defect"), "{stderr}");
+}
+
+#[test]
+fn the_plan_counts_what_the_run_saves() {
+    let runs = Runs::new();
+    runs.train("run", "1", &[]);
+    let index = std::fs::read(runs.folder.path().join("run/checkpoints/step-00000001/index.json")).unwrap();
+    let index: Value = serde_json::from_slice(&index).unwrap();
+    let elements =
+        |tensor: &Value| -> u64 { tensor["shape"].as_array().unwrap().iter().map(|n| n.as_u64().unwrap()).product() };
+    let moments = |tensor: &&Value| tensor["name"].as_str().unwrap().starts_with("optimizer.exp_avg.");
+    let saved: u64 = index["tensors"].as_array().unwrap().iter().filter(moments).map(elements).sum();
+    let output = runs.gantry(&["plan", "r.yaml", "--json", "--set", "modules.lm.grid.tp=2", "--ranks", "4"]);
+    let plan: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(plan["parameters"].as_u64(), Some(saved));
+    let ranks = plan["ranks"].as_array().unwrap();
+    let places: Vec<_> =
+        ranks.iter().map(|rank| (rank["tp"].as_u64().unwrap(), rank["dp"].as_u64().unwrap())).collect();
+    assert_eq!(places, [(0, 0), (1, 0), (0, 1), (1, 1)]);
+    // Two halves: more than the whole by what both hold, less than twice the whole.
+    let halves = ranks[0]["parameters"].as_u64().unwrap() + ranks[1]["parameters"].as_u64().unwrap();
+    assert!(saved < halves && halves < saved * 3 / 2, "{halves} for {saved}");
+    for rank in ranks {
+        let memory = &rank["memory"];
+        let parts = ["parameters", "gradients", "optimizer", "buffers", "activations"];
+        let sum: u64 = parts.iter().map(|part| memory[part].as_u64().unwrap()).sum();
+        assert_eq!(memory["total"].as_u64(), Some(sum));
+        assert!(
+            rank["flops_per_step"].as_f64().unwrap() > 2.0 * rank["forward_flops_per_micro_batch"].as_f64().unwrap()
+        );
+    }
+}
+
+#[test]
+fn inspect_describes_good_and_bad_plugins() {
+    let runs = Runs::new();
+    let sizes = ["pattern=M", "hidden_size=32", "vocab_size=64", "mamba_num_heads=4", "mamba_num_groups=2"];
+    let set: Vec<String> = sizes.iter().map(|size| format!("--set={size}")).collect();
+    let arguments: Vec<&str> =
+        ["inspect", "nemotron-hybrid", "--json"].into_iter().chain(set.iter().map(String::as_str)).collect();
+    let report: Value = serde_json::from_slice(&runs.gantry(&arguments).stdout).unwrap();
+    assert_eq!(report["providers"][0]["name"], "nemotron-hybrid");
+    let params = report["models"]["nemotron-hybrid"]["plan"]["params"].as_array().unwrap();
+    assert!(params.iter().any(|param| param["name"] == "decoder.layers.0.mixer.in_proj.weight"));
+
+    let misbehaving = fixture("misbehave");
+    let path = misbehaving.to_str().unwrap();
+    let output = runs.gantry(&["inspect", path, "--json", "--set", "how=plan_panic"]);
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert!(report["models"]["misbehave"]["refused"].as_str().unwrap().contains("panic"), "{report}");
+}
+
+#[test]
+fn a_module_begins_from_a_checkpoint_it_names() {
+    let runs = Runs::new();
+    runs.train("first", "12", &[]);
+    let load = format!("modules.lm.load={}", Path::new("first/checkpoints/step-00000012").display());
+    runs.train("second", "1", &["--set", &load]);
+    let (first, second) = (runs.metrics("first"), runs.metrics("second"));
+    let loss = |line: &Value| line["lm_loss"].as_f64().unwrap();
+    assert_eq!(second[0]["step"], 1);
+    assert!(loss(&second[0]) < loss(&first[5]), "{} is no continuation of {}", loss(&second[0]), loss(&first[11]));
+}
