@@ -53,6 +53,8 @@ impl Runs {
         providers(&["nemotron-hybrid"]);
         let mut command = Command::new(gantry());
         command.current_dir(self.folder.path()).args(arguments);
+        // Build folders of some systems are writable by a group.
+        command.env("GANTRY_ALLOW_WRITABLE_PLUGINS", "1");
         command
     }
 
