@@ -99,3 +99,24 @@ fn a_plugin_brings_its_operator_into_a_run() {
     let output = run(folder.path(), &["train", "r.yaml", "--resume", "none", "--run-dir", "other"]);
     expect(&output, 3, "elastic-test.softcap: cap must be positive");
 }
+
+/// Hooks see every step, and what they keep outlives the process.
+#[test]
+fn hooks_run_beside_the_model_and_resume() {
+    let folder = tempfile::tempdir().unwrap();
+    recipe(folder.path(), "elastic-test", "tiny", "{layers: 2, vocab: 257}");
+    let path = folder.path().join("r.yaml");
+    let text = std::fs::read_to_string(&path).unwrap();
+    std::fs::write(&path, text.replace("data:", "  watch: {provider: counting, config: {}}\ndata:")).unwrap();
+    let steps = |n: &str| {
+        let output = run(folder.path(), &["train", "r.yaml", "--steps", n, "--run-dir", "run"]);
+        assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+        let index = folder.path().join(format!("run/checkpoints/step-0000000{n}/index.json"));
+        let index: serde_json::Value = serde_json::from_slice(&std::fs::read(index).unwrap()).unwrap();
+        index["extra"]["hooks"]["watch"]["steps"].as_u64()
+    };
+    assert_eq!(steps("2"), Some(2));
+    assert_eq!(steps("5"), Some(5), "the count of the first two steps came back from the checkpoint");
+    let log = std::fs::read_to_string(folder.path().join("run/log.jsonl")).unwrap();
+    assert!(log.contains("step 4 seen"), "{log}");
+}

@@ -3,7 +3,7 @@
 use super::args;
 use crate::failure::{Failure, Result};
 use crate::observe::{Progress, start_logging};
-use crate::train::{self, Options, Resume, RunFolder, engine};
+use crate::train::{self, HookSet, Options, Resume, RunFolder, engine};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -16,7 +16,8 @@ pub(super) fn run(arguments: args::Train) -> Result<()> {
     let folder = RunFolder::open(&recipe.run_dir(), &recipe, &options.resume)?;
     start_logging(recipe.log.level, &folder.log(), &progress)?;
     let plugins = super::plugins(&recipe)?;
-    let start = train::start(&recipe, &folder, &options)?;
+    let mut start = train::start(&recipe, &folder, &options)?;
+    start.hooks = HookSet::create(&recipe, &plugins)?;
     let mut engine = engine::create(&recipe, plugins, arguments.ranks.map(|n| n as usize))?;
     let outcome = train::run(&recipe, engine.as_mut(), &folder, start, &options, &progress, &stop);
     progress.end();

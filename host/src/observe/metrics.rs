@@ -30,6 +30,13 @@ pub struct StepMetrics {
     pub more: Map<String, Value>,
 }
 
+impl StepMetrics {
+    /// The line as a value, as hooks get it.
+    pub fn json(&self) -> Value {
+        serde_json::to_value(self).unwrap_or_default()
+    }
+}
+
 /// Appends lines to `metrics.jsonl`.
 #[derive(Debug)]
 pub struct MetricsWriter {

@@ -17,6 +17,7 @@ pub mod error;
 pub mod find;
 pub mod inspect;
 pub mod instance;
+pub mod outside;
 pub mod purity;
 pub mod registry;
 pub mod services;

@@ -120,6 +120,11 @@ impl PluginSet {
         &self.plugins
     }
 
+    /// Kind of the provider called `name`, if a loaded plugin has it.
+    pub fn kind(&self, name: &str) -> Option<ProviderKind> {
+        self.plugins.iter().flat_map(|p| &p.providers).find(|info| info.name == name).map(|info| info.kind)
+    }
+
     /// An instance of the model provider `name` with its part of the recipe, for the calling thread.
     pub fn provider(&self, name: &str, config: &serde_json::Value) -> Result<ModelProvider, PluginError> {
         ModelProvider::create(name, self.table(name, ProviderKind::Model, "model")?, config)

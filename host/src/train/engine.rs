@@ -10,16 +10,18 @@ use crate::optim::update::{AdamConfig, StepHyper};
 use crate::plugin::PluginSet;
 use crate::recipe::{OptimizerKind, Precision, Recipe};
 use gantry_kernels::Element;
+use gantry_plugin_api::plan::ProviderKind;
 use serde_json::{Value, json};
 use std::sync::Arc;
 use std::time::Duration;
 
 /// Everything a recipe says about its module's team, for `ranks` ranks (default: as many as the grid states).
 pub fn spec(recipe: &Recipe, plugins: PluginSet, ranks: Option<usize>) -> Result<TeamSpec> {
-    let modules: Vec<_> = recipe.modules.iter().collect();
+    let hooks = |provider: &str| plugins.kind(provider) == Some(ProviderKind::Hooks);
+    let modules: Vec<_> = recipe.modules.iter().filter(|(_, module)| !hooks(&module.provider)).collect();
     let [(name, module)] = modules.as_slice() else {
         return Err(Error::recipe(format!(
-            "the recipe has {} modules; this version trains exactly one",
+            "the recipe has {} modules besides hooks; this version trains exactly one",
             modules.len()
         )));
     };

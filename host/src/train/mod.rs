@@ -4,15 +4,19 @@
 //! open run folder          lock, recipe.resolved.yaml, clean-up of torn saves
 //! open data                files -> tokens
 //! engine                   plugins, plan, parameters               (made by the caller)
-//! resume                   newest checkpoint -> parameters, optimizer, position, metrics cut to it
+//! resume                   newest checkpoint -> parameters, optimizer, position, metrics cut to it    hook: load
+//!                                                                                                  hook: run_begin
 //! for step in finished + 1 ..= last
+//!                                                                                                  hook: step_begin
 //!     hyper                learning rate, weight decay of the step
 //!     train_step           for each micro-batch: batch -> forward -> loss -> backward
 //!                          gradients finalised -> norm -> clip -> optimizer -> buffers
 //!     non-finite?          last line of metrics.jsonl, exit 5, nothing saved
-//!     metrics              metrics.jsonl, progress
-//!     checkpoint           every `checkpoint.every` steps, after the last one, and on a stop signal
+//!     metrics              metrics.jsonl                                                           hook: step_end
+//!     progress
+//!     checkpoint           every `checkpoint.every` steps, after the last one, and on a stop signal    hook: save
 //!     stop signal?         leave, exit 0
+//!                                                                                                  hook: run_end
 //! ```
 //!
 //! The loop knows steps, files and signals; what a step computes is the [`Engine`]'s. It keeps no state that a
@@ -20,12 +24,14 @@
 
 pub mod engine;
 mod folder;
+pub mod hooks;
 pub mod plan;
 pub mod rank;
 pub mod record;
 pub mod team;
 
 pub use folder::{Resume, RunFolder};
+pub use hooks::HookSet;
 
 use crate::checkpoint::{CheckpointReader, CheckpointWriter, Meta, PluginEntry};
 use crate::data::{Batch, Corpus, Loader, Position};
@@ -98,6 +104,8 @@ pub struct Options {
 pub struct Start {
     pub loader: Loader,
     pub checkpoint: Option<CheckpointReader>,
+    /// None unless the caller adds them.
+    pub hooks: HookSet,
 }
 
 /// Opens the checkpoint to resume from, if any, and the data.
@@ -114,7 +122,7 @@ pub fn start(recipe: &Recipe, folder: &RunFolder, options: &Options) -> Result<S
             tracing::warn!("the data is not what the checkpoint was trained on: samples repeat or go missing");
         }
     }
-    Ok(Start { loader, checkpoint })
+    Ok(Start { loader, checkpoint, hooks: HookSet::default() })
 }
 
 /// Runs the loop until the last step or until `stop` is set.
@@ -127,12 +135,13 @@ pub fn run(
     progress: &Progress,
     stop: &AtomicBool,
 ) -> Result<Outcome> {
-    let Start { loader, checkpoint } = start;
+    let Start { loader, checkpoint, mut hooks } = start;
     let begin = loader.begin();
     check_vocab(engine.vocab(), loader.corpus())?;
     match checkpoint {
         Some(mut reader) => {
             engine.load(&mut reader)?;
+            hooks.load(&reader.index().extra["hooks"])?;
             tracing::info!("resumed from {}", reader.folder().display());
             reader.finish(|_| false)?;
         }
@@ -146,7 +155,9 @@ pub fn run(
     if begin.step >= last {
         tracing::info!("nothing to do: {} of {last} steps are done", begin.step);
     }
+    hooks.run_begin()?;
     for step in begin.step + 1..=last {
+        hooks.step_begin(step)?;
         let (lr, weight_decay) = schedule.at_step(step);
         let clock = Instant::now();
         let report =
@@ -162,21 +173,24 @@ pub fn run(
         }
         let line = step_metrics(step, lr, seconds, report);
         metrics.write(&line)?;
+        hooks.step_end(step, &line.json())?;
         let per_step = started.elapsed().as_secs_f64() / (step - begin.step) as f64;
         let logged = step.is_multiple_of(recipe.train.log_every) || step == begin.step + 1 || step == last;
         progress.step(&line, last, per_step, logged);
         let stopping = stop.load(Ordering::Relaxed);
         let due = recipe.checkpoint.every > 0 && step.is_multiple_of(recipe.checkpoint.every);
         if due || stopping || step == last {
-            save(recipe, engine, folder, &loader, step)?;
+            save(recipe, engine, &mut hooks, folder, &loader, step)?;
         }
         if stopping {
             progress.end();
+            hooks.run_end()?;
             tracing::info!("stopped by a signal after step {step}; the checkpoint is saved");
             return Ok(Outcome::Stopped);
         }
     }
     progress.end();
+    hooks.run_end()?;
     Ok(Outcome::Finished)
 }
 
@@ -226,7 +240,14 @@ fn step_metrics(step: u64, lr: f64, seconds: f64, report: StepReport) -> StepMet
     }
 }
 
-fn save(recipe: &Recipe, engine: &mut dyn Engine, folder: &RunFolder, loader: &Loader, step: u64) -> Result<()> {
+fn save(
+    recipe: &Recipe,
+    engine: &mut dyn Engine,
+    hooks: &mut HookSet,
+    folder: &RunFolder,
+    loader: &Loader,
+    step: u64,
+) -> Result<()> {
     let clock = Instant::now();
     let mut writer = folder.store().begin(step)?;
     let state = engine.save(&mut writer)?;
@@ -236,7 +257,7 @@ fn save(recipe: &Recipe, engine: &mut dyn Engine, folder: &RunFolder, loader: &L
         step,
         consumed_samples: loader.position_after(step).samples,
         plugins: engine.plugins(),
-        extra: json!({"engine": state, "data": data, "recipe": recipe.resolved_yaml()}),
+        extra: json!({"engine": state, "hooks": hooks.save()?, "data": data, "recipe": recipe.resolved_yaml()}),
     };
     let path = folder.store().commit(writer, meta, recipe.checkpoint.keep_last)?;
     tracing::info!("saved {} in {:.2} s", path.display(), clock.elapsed().as_secs_f64());
