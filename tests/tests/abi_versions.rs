@@ -86,6 +86,15 @@ fn a_run_of_the_hybrid_built_against_1_0_is_the_run_of_today() {
     assert_eq!(worst(&today, &old), (0.0, "nothing".into()));
 }
 
+/// Numbers of the reference, through the provider built against the frozen API. With `--features grown` the host's own
+/// API is a newer one.
+#[test]
+fn goldens_hold_through_a_provider_built_against_1_0() {
+    let plugins = load(&frozen("nemotron-hybrid"));
+    let checked = gantry_tests::goldens::hybrid::check_all(&gantry_tests::goldens::folder(), &plugins);
+    assert!(checked.unwrap_or_else(|e| panic!("{e}")) >= 2);
+}
+
 #[test]
 fn a_plugin_newer_than_the_host_works_and_hears_what_is_missing() {
     let path = newer();

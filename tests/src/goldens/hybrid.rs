@@ -1,13 +1,15 @@
 //! Kind hybrid_tiny_megatron: the nemotron-hybrid provider, loaded as a plugin, in the real engine on one rank.
 
-use super::case::{Case, Result};
-use super::compare::Check;
+use super::case::{self, Case, Result};
+use super::compare::{Check, Precision};
 use crate::plugins::providers;
 use gantry::data::Batch;
 use gantry::mesh::Grid;
+use gantry::plugin::PluginSet;
 use gantry::train::team::{ElasticSpec, Kind, Team, TeamSpec};
 use gantry_kernels::Element;
 use serde_json::{Value, json};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -35,9 +37,9 @@ fn config(case: &Case) -> Value {
     config
 }
 
-fn spec(case: &Case) -> TeamSpec {
+fn spec(case: &Case, plugins: PluginSet) -> TeamSpec {
     TeamSpec {
-        plugins: providers(&["nemotron-hybrid"]),
+        plugins,
         provider: "nemotron-hybrid".into(),
         config: config(case),
         grid: Grid::SINGLE,
@@ -75,11 +77,31 @@ fn load<T: Element>(team: &Team<T>, case: &Case) -> Result<()> {
     }
 }
 
+/// A case against today's provider.
 pub fn megatron<T: Element>(check: &mut Check<'_>) -> Result<()> {
+    megatron_with::<T>(check, providers(&["nemotron-hybrid"]))
+}
+
+/// Every hybrid case of a folder against the provider in `plugins`, in f32; gives their number.
+pub fn check_all(folder: &Path, plugins: &PluginSet) -> Result<usize> {
+    let mut checked = 0;
+    for name in case::list(folder)? {
+        let case = Case::read(folder, &name)?;
+        if case.kind == "hybrid_tiny_megatron" {
+            let mut check = Check::new(&case, Precision::F32);
+            megatron_with::<f32>(&mut check, plugins.clone())?;
+            check.finish().map_err(|e| format!("{name}: {e}"))?;
+            checked += 1;
+        }
+    }
+    Ok(checked)
+}
+
+fn megatron_with<T: Element>(check: &mut Check<'_>, plugins: PluginSet) -> Result<()> {
     let case = check.case;
     let (batch, seq) = (case.size("batch")?, case.size("seq")?);
     let tokens = batch * seq;
-    let team = Team::<T>::start(&spec(case)).map_err(text)?;
+    let team = Team::<T>::start(&spec(case, plugins)).map_err(text)?;
     load(&team, case)?;
 
     let mask: Vec<f32> = case.data("in.loss_mask")?.iter().map(|&m| m as f32).collect();
