@@ -21,6 +21,10 @@ pub(super) fn run(arguments: args::Train) -> Result<()> {
     let mut engine = engine::create(&recipe, plugins, arguments.ranks.map(|n| n as usize))?;
     let outcome = train::run(&recipe, engine.as_mut(), &folder, start, &options, &progress, &stop);
     progress.end();
+    if outcome.is_err() {
+        // Dropping the engine waits for its ranks; one that hangs must not keep the program from ending.
+        std::mem::forget(engine);
+    }
     outcome.map(drop)
 }
 

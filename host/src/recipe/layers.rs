@@ -142,8 +142,12 @@ impl Layers {
     /// Merges all layers; entries of `modules` begin from the template.
     pub(super) fn merge(&self) -> Result<Dict> {
         let failed = |error: figment::Error| Failure::recipe(format!("recipe: {error}"));
-        let figment = self.layers.iter().fold(Figment::new(), |figment, layer| figment.merge(Tree(&layer.values)));
-        let mut merged: Dict = figment.extract().map_err(failed)?;
+        let mut merged = Dict::new();
+        for layer in &self.layers {
+            drop_foreign_configs(&mut merged, &layer.values);
+            let figment = Figment::new().merge(Tree(&merged)).merge(Tree(&layer.values));
+            merged = figment.extract().map_err(failed)?;
+        }
         if let Some(Value::Dict(_, modules)) = merged.get_mut("modules") {
             for module in modules.values_mut() {
                 if let Value::Dict(_, entry) = module {
@@ -228,6 +232,27 @@ fn find<'a>(dict: &'a Dict, key: &str) -> Option<&'a Value> {
         // An element of a list is where the list is.
         (Some(_), Value::Array(..)) => Some(value),
         (Some(_), _) => None,
+    }
+}
+
+/// A layer that names another provider for a module, or another elastifier, does not inherit the old one's config.
+fn drop_foreign_configs(merged: &mut Dict, layer: &Dict) {
+    let (Some(Value::Dict(_, old)), Some(Value::Dict(_, new))) = (merged.get_mut("modules"), layer.get("modules"))
+    else {
+        return;
+    };
+    let drop_config = |old: &mut Dict, new: &Dict| {
+        let names = (old.get("provider").and_then(Value::as_str), new.get("provider").and_then(Value::as_str));
+        if matches!(names, (Some(old), Some(new)) if old != new) {
+            old.remove("config");
+        }
+    };
+    for (name, new) in new {
+        let (Some(Value::Dict(_, old)), Value::Dict(_, new)) = (old.get_mut(name), new) else { continue };
+        drop_config(old, new);
+        if let (Some(Value::Dict(_, old)), Some(Value::Dict(_, new))) = (old.get_mut("elastify"), new.get("elastify")) {
+            drop_config(old, new);
+        }
     }
 }
 

@@ -64,6 +64,16 @@ fn later_layers_win() {
 }
 
 #[test]
+fn another_provider_does_not_inherit_the_config_of_the_old_one() {
+    let other = set(&["modules.lm={provider: dense-gpt, config: {num_layers: 2}}", "modules.lm.config.hidden_size=8"]);
+    let config = &Recipe::parse(GOOD, &other).unwrap().modules["lm"].config;
+    assert_eq!(serde_json::json!(config), serde_json::json!({"num_layers": 2, "hidden_size": 8}));
+    // Naming the same one again changes nothing.
+    let same = set(&["modules.lm.provider=nemotron-hybrid"]);
+    assert_eq!(Recipe::parse(GOOD, &same).unwrap().modules["lm"].config["hidden_size"], 128);
+}
+
+#[test]
 fn resolved_recipe_loads_to_the_same() {
     let more = set(&["plugins=[a.so, {path: b.so}]", "run.dir=out", "optimizer.eps=1e-8", "modules.lm.config.x=*E-"]);
     let recipe = Recipe::parse(GOOD, &more).unwrap();
