@@ -50,6 +50,9 @@ pub(super) struct Train {
     /// or run folder.
     #[arg(long, value_name = "auto|none|PATH", default_value = "auto")]
     pub resume: String,
+    /// Prints at the end where the time went, by class of operator.
+    #[arg(long)]
+    pub profile: bool,
 }
 
 #[derive(Debug, Args)]

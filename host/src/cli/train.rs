@@ -9,7 +9,11 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 pub(super) fn run(arguments: args::Train) -> Result<()> {
-    let options = Options { resume: Resume::from(arguments.resume.as_str()), last_step: arguments.steps };
+    let options = Options {
+        resume: Resume::from(arguments.resume.as_str()),
+        last_step: arguments.steps,
+        profile: arguments.profile,
+    };
     let recipe = arguments.recipe.load(arguments.run_dir)?;
     let stop = stop_signals()?;
     let progress = Progress::new();

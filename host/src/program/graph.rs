@@ -123,6 +123,18 @@ pub enum Collective {
     AllGatherInt,
 }
 
+impl Collective {
+    /// Name in profiles and errors.
+    pub fn name(self) -> &'static str {
+        match self {
+            Collective::AllReduce => "all_reduce",
+            Collective::AllGather => "all_gather",
+            Collective::ReduceScatter => "reduce_scatter",
+            Collective::AllGatherInt => "all_gather_int",
+        }
+    }
+}
+
 /// What a step does.
 #[expect(clippy::large_enum_variant, reason = "nearly every step is a launch")]
 #[derive(Clone, Debug)]

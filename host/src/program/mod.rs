@@ -14,6 +14,7 @@ pub mod graph;
 pub mod memory;
 pub mod ops;
 pub mod placement;
+pub mod profile;
 pub mod recorder;
 pub mod replay;
 #[cfg(feature = "cuda")]

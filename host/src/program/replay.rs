@@ -4,12 +4,14 @@
 
 use super::graph::{Action, Collective, Graph, Operand, Space, StorageId, ValueId};
 use super::memory::{self, Plan};
+use super::profile::Profile;
 use crate::comm::Group;
 use crate::error::{Error, Result};
-use gantry_kernels::{Args, Element, Kernel};
+use gantry_kernels::{Args, Cost, Element, Kernel};
 use smallvec::SmallVec;
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Instant;
 
 /// A record bound to memory.
 pub struct Program {
@@ -63,6 +65,16 @@ enum Bound {
         src: Range<usize>,
         dst: Range<usize>,
     },
+}
+
+impl Bound {
+    /// Name of the step's class in profiles, and its work by count.
+    fn class(&self) -> (&'static str, Cost) {
+        match self {
+            Bound::Launch { kernel, .. } => (kernel.name(), kernel.cost()),
+            Bound::Collective { kind, src, dst } => (kind.name(), Cost::new(0.0, (src.len() + dst.len()) as f64)),
+        }
+    }
 }
 
 /// Outputs of each type a kernel may have.
@@ -123,12 +135,25 @@ impl Program {
         memory: &mut Memory<'_, T>,
         tp: &dyn Group<T>,
     ) -> Result<()> {
+        self.run_profiled(phase, arena, memory, tp, None)
+    }
+
+    /// As [`Program::run`], adding the time of every step to a profile if there is one.
+    pub fn run_profiled<T: Element>(
+        &self,
+        phase: Phase,
+        arena: &mut Arena<T>,
+        memory: &mut Memory<'_, T>,
+        tp: &dyn Group<T>,
+        mut profile: Option<&mut Profile>,
+    ) -> Result<()> {
         let split = self.graph.forward_steps;
         let range = match phase {
             Phase::Forward => 0..split,
             Phase::Backward => split..self.steps.len(),
         };
         for i in range {
+            let clock = profile.is_some().then(Instant::now);
             match &self.steps[i] {
                 Bound::Launch { .. } => {
                     launch(&self.steps[i], arena, memory);
@@ -138,6 +163,10 @@ impl Program {
                 }
                 Bound::Collective { kind, src, dst } => collective(*kind, src, dst, arena, tp)
                     .map_err(|e| e.at(self.graph.step_path(&self.graph.steps[i])))?,
+            }
+            if let (Some(profile), Some(clock)) = (profile.as_deref_mut(), clock) {
+                let (class, cost) = self.steps[i].class();
+                profile.add(class, clock.elapsed(), cost, T::BYTES);
             }
         }
         Ok(())

@@ -8,6 +8,7 @@ use crate::error::{Error, Result};
 use crate::mesh::Grid;
 use crate::optim::update::{AdamConfig, StepHyper};
 use crate::plugin::PluginSet;
+use crate::program::profile::Profile;
 use crate::recipe::{OptimizerKind, Precision, Recipe};
 use gantry_kernels::Element;
 use gantry_plugin_api::plan::ProviderKind;
@@ -226,6 +227,25 @@ impl<T: Element> Engine for TeamEngine<T> {
 
     fn vocab(&self) -> Option<usize> {
         self.team.plan.axes.iter().find(|axis| axis.name == VOCAB_AXIS).map(|axis| axis.size)
+    }
+
+    fn start_profile(&mut self) -> Result<()> {
+        self.team
+            .all(|rank| {
+                rank.profile = Some(Profile::default());
+                Ok(())
+            })
+            .map(drop)
+    }
+
+    fn take_profile(&mut self) -> Result<Option<(Profile, usize)>> {
+        let profiles = self.team.all(|rank| Ok(rank.profile.take()))?;
+        let ranks = profiles.len();
+        let all = profiles.into_iter().flatten().reduce(|mut sum, profile| {
+            sum.merge(&profile);
+            sum
+        });
+        Ok(all.map(|profile| (profile, ranks)))
     }
 
     fn plugins(&self) -> Vec<PluginEntry> {

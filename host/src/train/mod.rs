@@ -38,6 +38,7 @@ use crate::data::{Batch, Corpus, Loader, Position};
 use crate::failure::{Failure, Result};
 use crate::observe::{MetricsWriter, Progress, StepMetrics, peak_bytes};
 use crate::optim::schedule::Schedule;
+use crate::program::profile::Profile;
 use crate::recipe::Recipe;
 use serde_json::{Map, Value, json};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -79,6 +80,14 @@ pub trait Engine {
     fn load_weights(&mut self, reader: &mut CheckpointReader) -> Result<()>;
     /// Tokens the model knows, if it says so.
     fn vocab(&self) -> Option<usize>;
+    /// Times every step from now on.
+    fn start_profile(&mut self) -> Result<()> {
+        Ok(())
+    }
+    /// Ends the timing; all ranks' times added up, and the number of ranks.
+    fn take_profile(&mut self) -> Result<Option<(Profile, usize)>> {
+        Ok(None)
+    }
     /// The plugins in use, for the checkpoint's index.
     fn plugins(&self) -> Vec<PluginEntry>;
 }
@@ -98,6 +107,8 @@ pub struct Options {
     pub resume: Resume,
     /// Ends the run after this many steps in all; schedules still span `train.steps`.
     pub last_step: Option<u64>,
+    /// Print where the time goes at the end. The first step is left out: it records.
+    pub profile: bool,
 }
 
 /// Where a run begins: the data after the resumed position.
@@ -156,6 +167,7 @@ pub fn run(
         tracing::info!("nothing to do: {} of {last} steps are done", begin.step);
     }
     hooks.run_begin()?;
+    let mut profiled = 0.0;
     for step in begin.step + 1..=last {
         hooks.step_begin(step)?;
         let (lr, weight_decay) = schedule.at_step(step);
@@ -163,6 +175,11 @@ pub fn run(
         let report =
             engine.train_step(step, &|micro_batch| loader.batch(step, micro_batch), Hyper { lr, weight_decay })?;
         let seconds = clock.elapsed().as_secs_f64();
+        match (options.profile, step == begin.step + 1) {
+            (true, true) => engine.start_profile()?,
+            (true, false) => profiled += seconds,
+            _ => {}
+        }
         if let Some(place) = nonfinite(&report) {
             metrics.stopped(step, &format!("nan in {place}"))?;
             return Err(Failure::numerical(format!("step {step}: NaN or infinity in {place}"))
@@ -191,6 +208,9 @@ pub fn run(
     }
     progress.end();
     hooks.run_end()?;
+    if let Some((profile, ranks)) = engine.take_profile()? {
+        tracing::info!("where the time went, all ranks added up:\n{}", profile.table(profiled * ranks as f64));
+    }
     Ok(Outcome::Finished)
 }
 

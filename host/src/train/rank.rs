@@ -8,13 +8,15 @@ use crate::data::Batch;
 use crate::error::{Error, Result};
 use crate::optim::update::{self, AdamConfig, Moments, StepHyper};
 use crate::plugin::ElastifierInstance;
+use crate::program::profile::Profile;
 use crate::program::replay::{Arena, Memory, Phase};
 use crate::program::states::States;
 use crate::schedule::{Turn, one_forward_one_backward};
-use gantry_kernels::Element;
+use gantry_kernels::{Cost, Element};
 use gantry_plugin_api::plan::{AxisSetting, BufferUpdate, MicroBatchInfo};
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
+use std::time::Instant;
 
 /// A rank's groups.
 pub struct Groups<T> {
@@ -76,6 +78,8 @@ pub struct Rank<T> {
     pub state_gradients: BTreeMap<String, Vec<f64>>,
     /// Values of the step that a model may ask for by name (`Cx::step_input`); set before each step.
     pub step_inputs: BTreeMap<String, f64>,
+    /// Times every step of a replay while it is there.
+    pub profile: Option<Profile>,
     check_purity: bool,
 }
 
@@ -110,6 +114,7 @@ impl<T: Element> Rank<T> {
             arenas: 0,
             state_gradients: BTreeMap::new(),
             step_inputs: BTreeMap::new(),
+            profile: None,
             check_purity,
         }
     }
@@ -203,7 +208,8 @@ impl<T: Element> Rank<T> {
             self.groups.pp.recv(self.groups.pp.rank() - 1, program.get_mut(&mut arena, id))?;
         }
         let mut memory = Memory { params: &self.params, grads: &mut self.grads, buffers: &self.buffers };
-        program.run(Phase::Forward, &mut arena, &mut memory, self.groups.tp.as_ref())?;
+        let (tp, profile) = (self.groups.tp.as_ref(), self.profile.as_mut());
+        program.run_profiled(Phase::Forward, &mut arena, &mut memory, tp, profile)?;
         if let Some((id, _)) = compiled.sent {
             self.groups.pp.send(self.groups.pp.rank() + 1, program.get(&arena, id))?;
         }
@@ -262,7 +268,8 @@ impl<T: Element> Rank<T> {
             self.groups.pp.recv(self.groups.pp.rank() + 1, program.get_mut(&mut live.arena, grad))?;
         }
         let mut memory = Memory { params: &self.params, grads: &mut self.grads, buffers: &self.buffers };
-        program.run(Phase::Backward, &mut live.arena, &mut memory, self.groups.tp.as_ref())?;
+        let (tp, profile) = (self.groups.tp.as_ref(), self.profile.as_mut());
+        program.run_profiled(Phase::Backward, &mut live.arena, &mut memory, tp, profile)?;
         if let Some((_, Some(grad))) = *received {
             self.groups.pp.send(self.groups.pp.rank() - 1, program.get(&live.arena, grad))?;
         }
@@ -360,7 +367,13 @@ impl<T: Element> Rank<T> {
         self.groups.tp.all_reduce_f64(&mut square)?;
         self.groups.pp.all_reduce_f64(&mut square)?;
         let table = &self.model.table;
+        let clock = Instant::now();
         let norm = update::step(config, hyper, table, square[0], &self.grads, &mut self.params, &mut self.moments);
+        if let Some(profile) = &mut self.profile {
+            // Adam reads and writes parameter and moments and reads the gradient: about 15 operations a parameter.
+            let n = self.params.len() as f64;
+            profile.add("optimizer", clock.elapsed(), Cost::new(15.0 * n, 7.0 * n), T::BYTES);
+        }
         if norm.is_finite() {
             self.update_buffers();
         }

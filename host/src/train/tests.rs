@@ -153,7 +153,7 @@ fn another_run_continues_from_a_named_checkpoint() {
     let (first, second) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let (_, expected) = train(first.path(), Options::default(), None, None);
     for path in ["checkpoints/step-00000009", "checkpoints", ""] {
-        let options = Options { resume: Resume::Path(first.path().join(path)), last_step: None };
+        let options = Options { resume: Resume::Path(first.path().join(path)), last_step: None, profile: false };
         let (outcome, weights) = train(second.path(), options, None, None);
         assert_eq!((outcome, &weights), (Ok(Outcome::Finished), &expected), "{path}");
     }
