@@ -23,6 +23,14 @@ impl TensorData {
         }
     }
 
+    /// Whether every number is one.
+    pub fn is_finite(&self) -> bool {
+        match self {
+            TensorData::F32(v) => v.iter().all(|x| x.is_finite()),
+            TensorData::F64(v) => v.iter().all(|x| x.is_finite()),
+        }
+    }
+
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }

@@ -66,7 +66,8 @@ impl CheckpointWriter {
         self
     }
 
-    /// Adds a tensor. Names must differ and the shape must hold the elements.
+    /// Adds a tensor. Names must differ and the shape must hold the elements; a checkpoint never holds a NaN or an infinity,
+    /// so that the one before stays the newest.
     pub fn add(&mut self, tensor: LogicalTensor) -> Result<()> {
         let elements: usize = tensor.shape.iter().product();
         if elements != tensor.data.len() {
@@ -79,6 +80,10 @@ impl CheckpointWriter {
         }
         if !self.names.insert(tensor.name.clone()) {
             return Err(Failure::data(format!("checkpoint tensor {} is given twice", tensor.name)));
+        }
+        if !tensor.data.is_finite() {
+            return Err(Failure::numerical(format!("NaN or infinity in {}; nothing was saved", tensor.name))
+                .remedy("go on from the newest checkpoint with a lower optimizer.lr"));
         }
         let bytes = tensor.data.to_bytes();
         if !self.pending.is_empty() && self.pending_bytes + bytes.len() > self.shard_bytes {

@@ -38,9 +38,19 @@ impl Grid {
                 return Err(Error::recipe(format!("grid.{key} is 0; every grid dimension is at least 1")));
             }
         }
-        Ok(())
+        let ranks = self.tp.checked_mul(self.dp).and_then(|n| n.checked_mul(self.pp));
+        match ranks {
+            Some(n) if n <= MAX_RANKS => Ok(()),
+            _ => Err(Error::recipe(format!(
+                "grid: tp {} x dp {} x pp {} is more than {MAX_RANKS} ranks",
+                self.tp, self.dp, self.pp
+            ))),
+        }
     }
 }
+
+/// Ranks a module may have.
+pub const MAX_RANKS: usize = 4096;
 
 /// Coordinates of a rank in its grid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -61,5 +71,13 @@ mod tests {
             assert_eq!(grid.rank(grid.place(rank)), rank);
         }
         assert_eq!(grid.place(1), Place { tp: 1, dp: 0, pp: 0 });
+    }
+
+    #[test]
+    fn impossible_grids_are_refused() {
+        let refused = |grid: Grid| grid.check().unwrap_err().sentence;
+        assert!(refused(Grid { tp: 0, ..Grid::SINGLE }).contains("grid.tp is 0"));
+        assert!(refused(Grid { tp: 100_000, ..Grid::SINGLE }).contains("more than 4096 ranks"));
+        assert!(refused(Grid { tp: usize::MAX, pp: 2, ..Grid::SINGLE }).contains("more than 4096 ranks"));
     }
 }

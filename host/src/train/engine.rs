@@ -37,13 +37,24 @@ pub fn spec(recipe: &Recipe, plugins: PluginSet, ranks: Option<usize>) -> Result
             grid.tp
         )));
     }
-    let of_one = grid.tp * grid.pp;
+    let of_one = Grid { tp: grid.tp, dp: 1, pp: grid.pp, sequence_parallel: grid.sequence_parallel };
+    let place = |e: Error| e.at(format!("modules.{name}"));
+    of_one.check().map_err(place)?;
     let dp = match (grid.dp, ranks) {
         (Some(dp), _) => dp,
         (None, None) => 1,
-        (None, Some(ranks)) => ranks / of_one.max(1),
+        (None, Some(ranks)) if ranks < of_one.ranks() => {
+            return Err(Error::recipe(format!(
+                "--ranks {ranks} is fewer than modules.{name}.grid needs: tp {} x pp {} = {} ranks",
+                grid.tp,
+                grid.pp,
+                of_one.ranks()
+            )));
+        }
+        (None, Some(ranks)) => ranks / of_one.ranks(),
     };
-    let built = Grid { tp: grid.tp, dp, pp: grid.pp, sequence_parallel: grid.sequence_parallel };
+    let built = Grid { dp, ..of_one };
+    built.check().map_err(place)?;
     if let Some(ranks) = ranks.filter(|&ranks| ranks != built.ranks()) {
         return Err(Error::recipe(format!(
             "--ranks {ranks} does not fit modules.{name}.grid: tp {} x dp {dp} x pp {} = {} ranks",

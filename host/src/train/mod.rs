@@ -35,7 +35,7 @@ pub use hooks::HookSet;
 
 use crate::checkpoint::{CheckpointReader, CheckpointWriter, Meta, PluginEntry};
 use crate::data::{Batch, Corpus, Loader, Position};
-use crate::failure::{Failure, Result};
+use crate::failure::{Cause, Failure, Result};
 use crate::observe::{MetricsWriter, Progress, StepMetrics, peak_bytes};
 use crate::optim::schedule::Schedule;
 use crate::program::profile::Profile;
@@ -197,7 +197,13 @@ pub fn run(
         let stopping = stop.load(Ordering::Relaxed);
         let due = recipe.checkpoint.every > 0 && step.is_multiple_of(recipe.checkpoint.every);
         if due || stopping || step == last {
-            save(recipe, engine, &mut hooks, folder, &loader, step)?;
+            let saved = save(recipe, engine, &mut hooks, folder, &loader, step);
+            if let Err(e) = saved.as_ref().map_err(|e| (e.cause, &e.sentence))
+                && e.0 == Cause::Numerical
+            {
+                metrics.stopped(step, &format!("nan in {}", e.1))?;
+            }
+            saved.map_err(|e| e.at(format!("step {step}")))?;
         }
         if stopping {
             progress.end();

@@ -91,18 +91,19 @@ struct Live<T> {
 
 impl<T: Element> Rank<T> {
     /// A rank with initial parameters, the same for every layout.
-    pub fn new(model: StageModel, groups: Groups<T>, elastic: Elastic, check_purity: bool) -> Rank<T> {
-        let mut params = vec![T::ZERO; model.table.param_len];
-        let mut buffers = vec![T::ZERO; model.table.buffer_len];
+    pub fn new(model: StageModel, groups: Groups<T>, elastic: Elastic, check_purity: bool) -> Result<Rank<T>> {
+        let len = model.table.param_len;
+        let mut params = zeros(len, "parameters")?;
+        let mut buffers = zeros(model.table.buffer_len, "buffers")?;
         let fill = |to: &mut [T], stored: &crate::model::params::Stored| {
             let values = stored.initial(model.seed);
             to[stored.offset..][..stored.len].iter_mut().zip(values).for_each(|(to, x)| *to = T::of(x));
         };
         model.table.params.iter().for_each(|entry| fill(&mut params, &entry.stored));
         model.table.buffers.iter().for_each(|entry| fill(&mut buffers, &entry.stored));
-        Rank {
-            grads: vec![T::ZERO; params.len()],
-            moments: Moments::new(params.len()),
+        Ok(Rank {
+            grads: zeros(len, "gradients")?,
+            moments: Moments { exp_avg: zeros(len, "optimizer state")?, exp_avg_sq: zeros(len, "optimizer state")? },
             partial: vec![false; model.table.params.len()],
             params,
             buffers,
@@ -116,7 +117,7 @@ impl<T: Element> Rank<T> {
             step_inputs: BTreeMap::new(),
             profile: None,
             check_purity,
-        }
+        })
     }
 
     /// Bytes of the largest program's activations, and how many arenas exist.
@@ -166,10 +167,14 @@ impl<T: Element> Rank<T> {
         self.prepare(&signature, &states)?;
         let missing = || Error::plugin("a program vanished");
         let entry = self.programs.get_mut(&signature).ok_or_else(missing)?;
-        let mut arena = entry.free.pop().unwrap_or_else(|| {
-            self.arenas += 1;
-            entry.compiled.program.arena()
-        });
+        let mut arena = match entry.free.pop() {
+            Some(arena) => arena,
+            None => {
+                self.arenas += 1;
+                let plan = &entry.compiled.program.plan;
+                Arena { act: zeros(plan.act_len, "activations")?, int: zeros(plan.int_len, "indices")? }
+            }
+        };
         let compiled = &entry.compiled;
         let program = &compiled.program;
         let tokens = batch.loss_mask.iter().map(|&m| f64::from(m)).sum::<f64>();
@@ -431,6 +436,18 @@ impl<T: Element> Rank<T> {
         self.give_back(live);
         Ok(result)
     }
+}
+
+/// `len` zeros, or an error that says how much memory they need.
+fn zeros<E: Copy + Default>(len: usize, what: &str) -> Result<Vec<E>> {
+    let mut zeros = Vec::new();
+    zeros.try_reserve_exact(len).map_err(|_| {
+        let gib = (len * size_of::<E>()) as f64 / f64::from(1 << 30);
+        Error::recipe(format!("{what} of one rank need {gib:.1} GiB of memory, which this machine does not give"))
+            .remedy("make the model or train.micro_batch_size smaller, or spread it over more ranks")
+    })?;
+    zeros.resize(len, E::default());
+    Ok(zeros)
 }
 
 fn info(step: u64, index: usize, batch: &Batch, training: bool) -> MicroBatchInfo {

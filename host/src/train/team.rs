@@ -119,6 +119,10 @@ impl<T: Element> Team<T> {
         spec.grid.check()?;
         let plan = spec.plugins.provider(&spec.provider, &spec.config)?.plan().map_err(Error::from)?;
         let stages = stages(&plan, spec.grid.pp)?;
+        // What a layout cannot hold shows on any of its ranks: before the first thread starts.
+        for stage in &stages {
+            ParamTable::new(&plan, stage, spec.grid, spec.grid.place(0))?;
+        }
         let mut groups = groups::<T>(spec.grid, spec.timeout);
         let (mut jobs, mut handles, mut ready) = (Vec::new(), Vec::new(), Vec::new());
         for rank in (0..spec.grid.ranks()).rev() {
@@ -386,7 +390,7 @@ fn build<T: Element>(
         state_grads: spec.state_grads,
         tamper: spec.tamper.clone(),
     };
-    Ok(Rank::new(model, groups, elastic, spec.check_purity))
+    Rank::new(model, groups, elastic, spec.check_purity)
 }
 
 /// The groups of every rank of a grid, in rank order.

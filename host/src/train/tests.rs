@@ -37,7 +37,11 @@ impl Engine for Counter {
     }
 
     fn save(&mut self, writer: &mut CheckpointWriter) -> Result<Value> {
-        let data = TensorData::F64(self.weights.clone());
+        let mut data = self.weights.clone();
+        if self.nan_at == Some(NAN_IN_WEIGHTS) {
+            data[3] = f64::INFINITY;
+        }
+        let data = TensorData::F64(data);
         writer.add(LogicalTensor { name: "weights".into(), shape: vec![257], data })?;
         Ok(json!({}))
     }
@@ -59,6 +63,9 @@ impl Engine for Counter {
         Vec::new()
     }
 }
+
+/// Instead of a step: the parameters are broken, and no loss shows it.
+const NAN_IN_WEIGHTS: u64 = 0;
 
 fn recipe(set: &[&str]) -> Recipe {
     let text = "name: t\nmodules: {lm: {provider: p}}\noptimizer: {lr: 1e-2}\n\
@@ -134,6 +141,19 @@ fn nan_ends_the_run_with_a_last_line_and_no_checkpoint() {
     let last: Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();
     assert_eq!(last, json!({"step": 6, "stopped": "nan in gradient of decoder.w"}));
     assert_eq!(std::fs::read_to_string(root.path().join("checkpoints/latest")).unwrap(), "step-00000003\n");
+}
+
+#[test]
+fn broken_parameters_are_never_saved() {
+    let root = tempfile::tempdir().unwrap();
+    let limit = Options { last_step: Some(4), ..Default::default() };
+    assert_eq!(train(root.path(), limit, None, None).0, Ok(Outcome::Finished));
+    let failure = train(root.path(), Options::default(), Some(NAN_IN_WEIGHTS), None).0.unwrap_err();
+    assert_eq!(failure.sentence, "step 6: NaN or infinity in weights; nothing was saved");
+    assert_eq!(failure.exit_status(), 5);
+    assert_eq!(std::fs::read_to_string(root.path().join("checkpoints/latest")).unwrap(), "step-00000004\n");
+    let text = std::fs::read_to_string(root.path().join("metrics.jsonl")).unwrap();
+    assert!(text.lines().last().unwrap().contains("\"stopped\""), "{text}");
 }
 
 #[test]
