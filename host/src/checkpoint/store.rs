@@ -62,6 +62,11 @@ impl Store {
         }
     }
 
+    /// Where the checkpoint of a step is, or would be.
+    pub fn path_of(&self, step: u64) -> PathBuf {
+        self.root.join(name_of(step))
+    }
+
     /// Begins a checkpoint.
     pub fn begin(&self, step: u64) -> Result<CheckpointWriter> {
         let folder = self.root.join(format!("{NEW}{}", name_of(step)));
@@ -85,7 +90,7 @@ impl Store {
         rename(new, &complete)?;
         writer.keep();
         sync_folder(&self.root)?;
-        self.point_latest(&name)?;
+        self.point_latest(step)?;
         if old.exists() {
             fs::remove_dir_all(&old).map_err(|error| cannot_write(&old, &error))?;
         }
@@ -100,7 +105,9 @@ impl Store {
         Ok(complete)
     }
 
-    fn point_latest(&self, name: &str) -> Result<()> {
+    /// Makes the checkpoint of a step the one to resume from.
+    pub fn point_latest(&self, step: u64) -> Result<()> {
+        let name = name_of(step);
         let new = self.root.join(format!("{NEW}{LATEST}"));
         write_synced(&new, format!("{name}\n").as_bytes())?;
         let latest = self.root.join(LATEST);

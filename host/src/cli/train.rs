@@ -17,7 +17,7 @@ pub(super) fn run(arguments: args::Train) -> Result<()> {
     let recipe = arguments.recipe.load(arguments.run_dir)?;
     let stop = stop_signals()?;
     let progress = Progress::new();
-    let folder = RunFolder::open(&recipe.run_dir(), &recipe, &options.resume)?;
+    let folder = RunFolder::open(&recipe.run_dir())?;
     start_logging(recipe.log.level, &folder.log(), &progress)?;
     let plugins = super::plugins(&recipe)?;
     let mut start = train::start(&recipe, &folder, &options)?;

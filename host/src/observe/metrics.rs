@@ -48,22 +48,8 @@ impl MetricsWriter {
     /// Opens the file, keeping lines of steps up to `finished_steps` only: what a killed run wrote after its newest
     /// checkpoint is written again.
     pub fn open(path: &Path, finished_steps: u64) -> Result<MetricsWriter> {
+        RestOfMetrics::read(path, finished_steps)?.drop_lines()?;
         let cannot = |error: std::io::Error| Failure::data(format!("cannot write {}: {error}", path.display()));
-        let old = match std::fs::read(path) {
-            Ok(old) => old,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Vec::new(),
-            Err(error) => return Err(cannot(error)),
-        };
-        let kept: Vec<u8> = old
-            .split_inclusive(|&byte| byte == b'\n')
-            .filter(|line| keep(line, finished_steps))
-            .flatten()
-            .copied()
-            .collect();
-        if kept.len() < old.len() {
-            let new = path.with_extension("jsonl.new");
-            std::fs::write(&new, &kept).and_then(|()| std::fs::rename(&new, path)).map_err(cannot)?;
-        }
         let file = OpenOptions::new().create(true).append(true).open(path).map_err(cannot)?;
         Ok(MetricsWriter { path: path.to_path_buf(), file })
     }
@@ -86,6 +72,54 @@ impl MetricsWriter {
 
     fn cannot(&self, error: &dyn std::fmt::Display) -> Failure {
         Failure::data(format!("cannot write {}: {error}", self.path.display()))
+    }
+}
+
+/// Lines of `metrics.jsonl` of steps after a checkpoint, and torn ones.
+#[derive(Debug)]
+pub struct RestOfMetrics {
+    path: PathBuf,
+    kept: Vec<u8>,
+    rest: Vec<u8>,
+}
+
+impl RestOfMetrics {
+    /// Reads a file, which need not be there.
+    pub fn read(path: &Path, finished_steps: u64) -> Result<RestOfMetrics> {
+        let old = match std::fs::read(path) {
+            Ok(old) => old,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Vec::new(),
+            Err(error) => return Err(Failure::data(format!("cannot read {}: {error}", path.display()))),
+        };
+        let (mut kept, mut rest) = (Vec::new(), Vec::new());
+        for line in old.split_inclusive(|&byte| byte == b'\n') {
+            if keep(line, finished_steps) { kept.extend_from_slice(line) } else { rest.extend_from_slice(line) }
+        }
+        Ok(RestOfMetrics { path: path.to_path_buf(), kept, rest })
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.rest.is_empty()
+    }
+
+    /// Moves the lines to the file `to`: they are there before they go here.
+    pub fn move_to(self, to: &Path) -> Result<()> {
+        let written = File::create(to).and_then(|mut file| {
+            file.write_all(&self.rest)?;
+            file.sync_all()
+        });
+        written.map_err(|error| Failure::data(format!("cannot write {}: {error}", to.display())))?;
+        self.drop_lines()
+    }
+
+    fn drop_lines(self) -> Result<()> {
+        if self.is_empty() {
+            return Ok(());
+        }
+        let new = self.path.with_extension("jsonl.new");
+        std::fs::write(&new, &self.kept)
+            .and_then(|()| std::fs::rename(&new, &self.path))
+            .map_err(|error| Failure::data(format!("cannot write {}: {error}", self.path.display())))
     }
 }
 

@@ -10,5 +10,5 @@ mod progress;
 
 pub use logging::{FAILURE_TARGET, start_logging};
 pub use memory::peak_bytes;
-pub use metrics::{MetricsWriter, StepMetrics};
+pub use metrics::{MetricsWriter, RestOfMetrics, StepMetrics};
 pub use progress::Progress;

@@ -1,11 +1,21 @@
 //! The run folder: lock, resolved recipe, checkpoints, metrics and log.
+//!
+//! Opening takes the lock and removes what torn saves left; results of earlier runs are touched by
+//! [`RunFolder::begin`] alone, when everything else about the new run has been checked. Nothing is thrown away there:
+//! what does not belong to the run that begins goes to `checkpoints.N`, `metrics.jsonl.N` and `recipe.resolved.yaml.N`,
+//! N the first number that is free for all of them.
 
 use crate::checkpoint::Store;
 use crate::failure::{Failure, Result};
+use crate::observe::{MetricsWriter, RestOfMetrics};
 use crate::recipe::Recipe;
 use std::fs::{self, File, TryLockError};
 use std::io::Write;
 use std::path::{Path, PathBuf};
+
+const CHECKPOINTS: &str = "checkpoints";
+const METRICS: &str = "metrics.jsonl";
+const RESOLVED: &str = "recipe.resolved.yaml";
 
 /// Which checkpoint a run begins from.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -39,17 +49,94 @@ pub struct RunFolder {
 }
 
 impl RunFolder {
-    /// Makes the folder if need be, locks it, cleans up, and writes `recipe.resolved.yaml`.
-    pub fn open(root: &Path, recipe: &Recipe, resume: &Resume) -> Result<RunFolder> {
+    /// Makes the folder if need be, locks it and cleans up after torn saves.
+    pub fn open(root: &Path) -> Result<RunFolder> {
         fs::create_dir_all(root).map_err(|error| cannot(root, &error))?;
         let lock = lock(root)?;
-        if *resume == Resume::None {
-            set_aside(root)?;
-        }
-        let store = Store::open(&root.join("checkpoints"))?;
-        let resolved = root.join("recipe.resolved.yaml");
-        fs::write(&resolved, recipe.resolved_yaml()).map_err(|error| cannot(&resolved, &error))?;
+        let store = Store::open(&root.join(CHECKPOINTS))?;
         Ok(RunFolder { root: root.to_path_buf(), store, _lock: lock })
+    }
+
+    /// Makes the folder this run's, which begins after `checkpoint` (its folder and step), or anew: moves aside what
+    /// is not before it, writes `recipe.resolved.yaml` and opens the metrics.
+    pub fn begin(&self, recipe: &Recipe, resume: &Resume, checkpoint: Option<(&Path, u64)>) -> Result<MetricsWriter> {
+        let step = checkpoint.map_or(0, |(_, step)| step);
+        let own = checkpoint.is_some_and(|(folder, step)| self.owns(folder, step));
+        // What a killed run wrote after its newest checkpoint is no result: it is written again.
+        let rewound =
+            *resume != Resume::Auto || self.store.complete()?.last().is_some_and(|(newest, _)| *newest > step);
+        if rewound && own {
+            self.rewind(step)?;
+        } else if rewound {
+            self.set_aside()?;
+        }
+        let resolved = self.root.join(RESOLVED);
+        fs::write(&resolved, recipe.resolved_yaml()).map_err(|error| cannot(&resolved, &error))?;
+        MetricsWriter::open(&self.metrics(), step)
+    }
+
+    /// Whether a checkpoint is one of this folder's.
+    fn owns(&self, checkpoint: &Path, step: u64) -> bool {
+        let same = |a: &Path, b: &Path| a.canonicalize().ok().is_some_and(|a| b.canonicalize().is_ok_and(|b| a == b));
+        same(checkpoint, &self.store.path_of(step))
+    }
+
+    /// Moves checkpoints and metrics of later steps aside. In an order that a killed program leaves something from
+    /// which the next start does the rest: as long as there are later checkpoints, it does.
+    fn rewind(&self, step: u64) -> Result<()> {
+        let later: Vec<_> = self.store.complete()?.into_iter().filter(|(other, _)| *other > step).collect();
+        let metrics = RestOfMetrics::read(&self.metrics(), step)?;
+        // First: whatever happens below, the next plain start follows this run.
+        self.store.point_latest(step)?;
+        if later.is_empty() && metrics.is_empty() {
+            return Ok(());
+        }
+        let number = self.free_number();
+        let aside = |name: &str| self.root.join(format!("{name}.{number}"));
+        let resolved = self.root.join(RESOLVED);
+        if resolved.exists() {
+            fs::copy(&resolved, aside(RESOLVED)).map_err(|error| cannot(&aside(RESOLVED), &error))?;
+        }
+        if !metrics.is_empty() {
+            metrics.move_to(&aside(METRICS))?;
+        }
+        if !later.is_empty() {
+            fs::create_dir(aside(CHECKPOINTS)).map_err(|error| cannot(&aside(CHECKPOINTS), &error))?;
+        }
+        for (_, name) in later {
+            let to = aside(CHECKPOINTS).join(&name);
+            fs::rename(self.root.join(CHECKPOINTS).join(&name), &to).map_err(|error| cannot(&to, &error))?;
+        }
+        tracing::info!(
+            "results after step {step} are moved aside to {}",
+            self.root.join(format!("*.{number}")).display()
+        );
+        Ok(())
+    }
+
+    /// Moves all results of earlier runs aside.
+    fn set_aside(&self) -> Result<()> {
+        let empty = fs::read_dir(self.root.join(CHECKPOINTS)).is_ok_and(|mut entries| entries.next().is_none());
+        if empty && self.metrics().metadata().map_or(0, |about| about.len()) == 0 {
+            return Ok(());
+        }
+        let number = self.free_number();
+        for name in [CHECKPOINTS, METRICS, RESOLVED].into_iter().filter(|name| self.root.join(name).exists()) {
+            let to = self.root.join(format!("{name}.{number}"));
+            fs::rename(self.root.join(name), &to).map_err(|error| cannot(&to, &error))?;
+        }
+        let checkpoints = self.root.join(CHECKPOINTS);
+        fs::create_dir_all(&checkpoints).map_err(|error| cannot(&checkpoints, &error))?;
+        tracing::info!("earlier results are moved aside to {}", self.root.join(format!("*.{number}")).display());
+        Ok(())
+    }
+
+    /// The first number no results are set aside under.
+    fn free_number(&self) -> u64 {
+        let taken = |number: &u64| {
+            [CHECKPOINTS, METRICS, RESOLVED].iter().any(|name| self.root.join(format!("{name}.{number}")).exists())
+        };
+        (1..).find(|number| !taken(number)).unwrap_or(u64::MAX)
     }
 
     pub fn store(&self) -> &Store {
@@ -57,7 +144,7 @@ impl RunFolder {
     }
 
     pub fn metrics(&self) -> PathBuf {
-        self.root.join("metrics.jsonl")
+        self.root.join(METRICS)
     }
 
     pub fn log(&self) -> PathBuf {
@@ -70,7 +157,7 @@ impl RunFolder {
             Resume::None => Ok(None),
             Resume::Auto => self.store.latest(),
             Resume::Path(path) => {
-                let runs = [path.join("checkpoints"), path.clone()];
+                let runs = [path.join(CHECKPOINTS), path.clone()];
                 match runs.iter().find(|folder| folder.join("latest").is_file()) {
                     // Opened by another run perhaps: read `latest` only, clean nothing.
                     Some(folder) => Store::existing(folder).latest(),
@@ -112,19 +199,6 @@ fn lock(root: &Path) -> Result<File> {
     Ok(file)
 }
 
-/// Moves checkpoints and metrics of an earlier run to the first free `NAME.1`, `NAME.2`, ...
-fn set_aside(root: &Path) -> Result<()> {
-    for name in ["checkpoints", "metrics.jsonl"] {
-        let path = root.join(name);
-        if path.exists() {
-            let free = (1u32..).map(|i| root.join(format!("{name}.{i}"))).find(|path| !path.exists());
-            let free = free.unwrap_or_else(|| root.join(format!("{name}.old")));
-            fs::rename(&path, &free).map_err(|error| cannot(&free, &error))?;
-        }
-    }
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -136,16 +210,20 @@ mod tests {
         Recipe::parse(text, &Overrides::default()).unwrap()
     }
 
+    fn begin(root: &Path, resume: &Resume) {
+        RunFolder::open(root).unwrap().begin(&recipe(), resume, None).unwrap();
+    }
+
     #[test]
     fn folder_is_locked_while_open() {
         let root = tempfile::tempdir().unwrap();
         let path = root.path().join("run");
-        let first = RunFolder::open(&path, &recipe(), &Resume::Auto).unwrap();
-        let failure = RunFolder::open(&path, &recipe(), &Resume::Auto).unwrap_err();
+        let first = RunFolder::open(&path).unwrap();
+        let failure = RunFolder::open(&path).unwrap_err();
         let sentence = format!("run folder {} is in use by process {}", path.display(), std::process::id());
         assert_eq!((failure.sentence, failure.cause as u8), (sentence, 4));
         drop(first);
-        RunFolder::open(&path, &recipe(), &Resume::Auto).unwrap();
+        begin(&path, &Resume::Auto);
         assert!(path.join("recipe.resolved.yaml").is_file());
     }
 
@@ -153,18 +231,36 @@ mod tests {
     fn starting_over_loses_nothing() {
         let root = tempfile::tempdir().unwrap();
         for run in ["one", "two"] {
-            RunFolder::open(root.path(), &recipe(), &Resume::None).unwrap();
+            begin(root.path(), &Resume::None);
             fs::write(root.path().join("metrics.jsonl"), run).unwrap();
+            fs::write(root.path().join("recipe.resolved.yaml"), format!("recipe {run}")).unwrap();
         }
-        RunFolder::open(root.path(), &recipe(), &Resume::None).unwrap();
-        assert!(!root.path().join("metrics.jsonl").exists());
-        assert_eq!(fs::read_to_string(root.path().join("metrics.jsonl.1")).unwrap(), "one");
-        assert_eq!(fs::read_to_string(root.path().join("metrics.jsonl.2")).unwrap(), "two");
+        begin(root.path(), &Resume::None);
+        assert_eq!(fs::read_to_string(root.path().join("metrics.jsonl")).unwrap(), "");
+        for (number, run) in [(1, "one"), (2, "two")] {
+            let read = |name: &str| fs::read_to_string(root.path().join(format!("{name}.{number}"))).unwrap();
+            assert_eq!(
+                (read("metrics.jsonl"), read("recipe.resolved.yaml")),
+                (run.to_string(), format!("recipe {run}"))
+            );
+        }
+    }
+
+    #[test]
+    fn opening_changes_no_results() {
+        let root = tempfile::tempdir().unwrap();
+        for name in ["metrics.jsonl", "recipe.resolved.yaml"] {
+            fs::write(root.path().join(name), "earlier").unwrap();
+        }
+        drop(RunFolder::open(root.path()).unwrap());
+        for name in ["metrics.jsonl", "recipe.resolved.yaml"] {
+            assert_eq!(fs::read_to_string(root.path().join(name)).unwrap(), "earlier");
+        }
     }
 
     #[test]
     fn unwritable_folder_is_named() {
-        let failure = RunFolder::open(Path::new("/proc/run"), &recipe(), &Resume::Auto).unwrap_err();
+        let failure = RunFolder::open(Path::new("/proc/run")).unwrap_err();
         assert!(failure.sentence.starts_with("cannot write /proc/run: "), "{failure}");
         assert_eq!(failure.exit_status(), 4);
     }

@@ -1,11 +1,12 @@
 //! The training loop.
 //!
 //! ```text
-//! open run folder          lock, recipe.resolved.yaml, clean-up of torn saves
+//! open run folder          lock, clean-up of torn saves
 //! open data                files -> tokens
 //! engine                   plugins, plan, parameters               (made by the caller)
-//! resume                   newest checkpoint -> parameters, optimizer, position, metrics cut to it    hook: load
+//! resume                   newest checkpoint -> parameters, optimizer, position                      hook: load
 //!                                                                                                  hook: run_begin
+//! begin                    earlier results aside, recipe.resolved.yaml, metrics cut to the checkpoint
 //! for step in finished + 1 ..= last
 //!                                                                                                  hook: step_begin
 //!     hyper                learning rate, weight decay of the step
@@ -36,7 +37,7 @@ pub use hooks::HookSet;
 use crate::checkpoint::{CheckpointReader, CheckpointWriter, Meta, PluginEntry};
 use crate::data::{Batch, Corpus, Loader, Position};
 use crate::failure::{Cause, Failure, Result};
-use crate::observe::{MetricsWriter, Progress, StepMetrics, peak_bytes};
+use crate::observe::{Progress, StepMetrics, peak_bytes};
 use crate::optim::schedule::Schedule;
 use crate::program::profile::Profile;
 use crate::recipe::Recipe;
@@ -149,24 +150,32 @@ pub fn run(
     let Start { loader, checkpoint, mut hooks } = start;
     let begin = loader.begin();
     check_vocab(engine.vocab(), loader.corpus())?;
-    match checkpoint {
+    let resumed = match checkpoint {
         Some(mut reader) => {
             engine.load(&mut reader)?;
             hooks.load(&reader.index().extra["hooks"])?;
-            tracing::info!("resumed from {}", reader.folder().display());
+            let path = reader.folder().to_path_buf();
             reader.finish(|_| false)?;
+            Some(path)
         }
-        None => load_weights(recipe, engine)?,
+        None => {
+            load_weights(recipe, engine)?;
+            None
+        }
+    };
+    hooks.run_begin()?;
+    // Nothing can be wrong with the start any more; only now the run folder changes.
+    let mut metrics = folder.begin(recipe, &options.resume, resumed.as_deref().map(|path| (path, begin.step)))?;
+    if let Some(path) = resumed {
+        tracing::info!("resumed from {}", path.display());
     }
     let schedule = Schedule::new(recipe);
     let last = options.last_step.unwrap_or(recipe.train.steps);
-    let mut metrics = MetricsWriter::open(&folder.metrics(), begin.step)?;
     let started = Instant::now();
     progress.begin(begin.step, last);
     if begin.step >= last {
         tracing::info!("nothing to do: {} of {last} steps are done", begin.step);
     }
-    hooks.run_begin()?;
     let mut profiled = 0.0;
     for step in begin.step + 1..=last {
         hooks.step_begin(step)?;

@@ -88,8 +88,11 @@ fn train_recipe(
     stop_at: Option<u64>,
 ) -> (Result<Outcome>, Vec<f64>) {
     let stop: &'static AtomicBool = Box::leak(Box::default());
-    let folder = RunFolder::open(root, recipe, &options.resume).unwrap();
-    let start = start(recipe, &folder, &options).unwrap();
+    let folder = RunFolder::open(root).unwrap();
+    let start = match start(recipe, &folder, &options) {
+        Ok(start) => start,
+        Err(failure) => return (Err(failure), Vec::new()),
+    };
     let mut engine = Counter { weights: vec![0.0; 257], micro_batches: 2, nan_at, stop_at, stop };
     let outcome = run(recipe, &mut engine, &folder, start, &options, &Progress::new(), stop);
     (outcome, engine.weights)
@@ -198,4 +201,105 @@ fn model_with_too_few_tokens_is_refused() {
     let failure = train_recipe(&recipe, root.path(), Options::default(), None, None).0.unwrap_err();
     assert_eq!(failure.sentence, "the model's vocabulary has 257 tokens, the data has 300");
     assert_eq!(failure.exit_status(), 2);
+}
+
+fn resume(path: &Path) -> Options {
+    Options { resume: Resume::Path(path.into()), ..Default::default() }
+}
+
+fn steps(root: &Path, metrics: &str) -> Vec<u64> {
+    let text = std::fs::read_to_string(root.join(metrics)).unwrap();
+    let step = |line: &str| serde_json::from_str::<Value>(line).unwrap()["step"].as_u64().unwrap();
+    text.lines().map(step).collect()
+}
+
+fn checkpoints(root: &Path, folder: &str) -> Vec<u64> {
+    let store = crate::checkpoint::Store::existing(&root.join(folder));
+    store.complete().unwrap().into_iter().map(|(step, _)| step).collect()
+}
+
+/// All files below a folder with their contents, but for the lock.
+fn contents(root: &Path) -> Vec<(std::path::PathBuf, Vec<u8>)> {
+    let mut files = Vec::new();
+    for entry in std::fs::read_dir(root).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            files.extend(contents(&path));
+        } else if !path.ends_with("lock") {
+            files.push((path.clone(), std::fs::read(&path).unwrap()));
+        }
+    }
+    files.sort();
+    files
+}
+
+#[test]
+fn rewound_run_keeps_the_other_branch_aside_and_is_followed() {
+    let root = tempfile::tempdir().unwrap();
+    train(root.path(), Options::default(), None, None).0.unwrap();
+    let before = losses(root.path());
+    // Rewound from 10 to 9, and broken before it saves anything: the stopped line belongs to the new branch.
+    let nine = root.path().join("checkpoints/step-00000009");
+    assert!(train(root.path(), resume(&nine), Some(10), None).0.is_err());
+    assert_eq!(checkpoints(root.path(), "checkpoints"), [9]);
+    assert_eq!(checkpoints(root.path(), "checkpoints.1"), [10]);
+    assert_eq!(steps(root.path(), "metrics.jsonl.1"), [10]);
+    assert!(root.path().join("recipe.resolved.yaml.1").is_file());
+    // A plain start goes on from the new branch, without a gap and without the stopped line.
+    let recipe = recipe(&["optimizer.min_lr=5e-3"]);
+    train_recipe(&recipe, root.path(), Options::default(), None, None).0.unwrap();
+    let after = losses(root.path());
+    assert_eq!(after.iter().map(|line| line.0).collect::<Vec<_>>(), (1..=10).collect::<Vec<_>>());
+    assert_eq!(after[..9], before[..9]);
+    assert!(after[9].1.is_finite());
+    assert_eq!(checkpoints(root.path(), "checkpoints"), [9, 10]);
+    assert!(!root.path().join("metrics.jsonl.2").exists());
+}
+
+#[test]
+fn rewinding_that_was_killed_half_way_is_completed_by_the_next_start() {
+    let root = tempfile::tempdir().unwrap();
+    train(root.path(), Options::default(), None, None).0.unwrap();
+    std::fs::write(root.path().join("checkpoints/latest"), "step-00000009\n").unwrap();
+    assert!(train(root.path(), Options::default(), Some(10), None).0.is_err());
+    assert_eq!(checkpoints(root.path(), "checkpoints.1"), [10]);
+    assert_eq!(steps(root.path(), "metrics.jsonl.1"), [10]);
+}
+
+#[test]
+fn results_of_another_run_are_moved_aside_before_a_named_checkpoint_takes_the_folder() {
+    let (first, second) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    train(first.path(), Options::default(), None, None).0.unwrap();
+    train_recipe(&recipe(&["train.seed=9"]), second.path(), Options::default(), None, None).0.unwrap();
+    let text = |name: &str| std::fs::read(second.path().join(name)).unwrap();
+    let (metrics, shard) = (text("metrics.jsonl"), text("checkpoints/step-00000010/shard-00000.safetensors"));
+    let nine = first.path().join("checkpoints/step-00000009");
+    train(second.path(), resume(&nine), None, None).0.unwrap();
+    assert_eq!(text("metrics.jsonl.1"), metrics);
+    assert_eq!(text("checkpoints.1/step-00000010/shard-00000.safetensors"), shard);
+    assert!(String::from_utf8(text("recipe.resolved.yaml.1")).unwrap().contains("seed: 9"));
+    assert_eq!(steps(second.path(), "metrics.jsonl"), [10]);
+    assert_eq!(checkpoints(second.path(), "checkpoints"), [10]);
+}
+
+#[test]
+fn start_that_fails_changes_nothing() {
+    let root = tempfile::tempdir().unwrap();
+    train(root.path(), Options::default(), None, None).0.unwrap();
+    let before = contents(root.path());
+    let nine = root.path().join("checkpoints/step-00000009");
+    let none = || Options { resume: Resume::None, ..Default::default() };
+    let missing = format!("modules.lm.load={}", root.path().join("nothing").display());
+    for (set, options) in [
+        ("data.synthetic.vocab=300", none()),
+        ("data.synthetic.vocab=300", resume(&nine)),
+        ("data.synthetic.vocab=300", Options::default()),
+        (missing.as_str(), none()),
+    ] {
+        assert!(train_recipe(&recipe(&[set]), root.path(), options, None, None).0.is_err(), "{set}");
+        assert_eq!(contents(root.path()), before, "{set}");
+    }
+    train(root.path(), none(), None, None).0.unwrap();
+    assert_eq!(checkpoints(root.path(), "checkpoints.1"), [9, 10]);
+    assert_eq!(steps(root.path(), "metrics.jsonl"), (1..=10).collect::<Vec<_>>());
 }
