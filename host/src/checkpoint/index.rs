@@ -1,13 +1,16 @@
 //! `index.json` of a checkpoint.
 
+use super::hexadecimal;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 
 /// Tells a checkpoint from any other folder.
 pub(super) const FORMAT: &str = "gantry-checkpoint";
 
 /// Grows by one when an older reader could misread a checkpoint.
-pub(super) const VERSION: u32 = 1;
+pub(super) const VERSION: u32 = 2;
 
 pub(super) const INDEX_FILE: &str = "index.json";
 
@@ -27,7 +30,49 @@ pub struct Index {
     /// Providers that declared the model.
     pub plugins: Vec<PluginEntry>,
     /// State that is no tensor.
-    pub extra: serde_json::Value,
+    pub extra: Value,
+    /// Of the rest of the index, as [`digest`] computes it.
+    pub sha256: String,
+}
+
+/// SHA-256 of an index without its field `sha256`: of its JSON without spaces, sorted keys and
+/// a comma after every item, 64 hexadecimal digits.
+///
+/// The value must have been read from text: numbers count as they are read, which may differ from those written in the
+/// last bit.
+pub(super) fn digest(index: &Value) -> String {
+    let mut text = String::new();
+    let fields = index.as_object().into_iter().flatten().filter(|(key, _)| *key != "sha256");
+    canonical_object(fields, &mut text);
+    hexadecimal(&Sha256::digest(&text))
+}
+
+fn canonical(value: &Value, text: &mut String) {
+    match value {
+        Value::Object(fields) => canonical_object(fields.iter(), text),
+        Value::Array(items) => {
+            text.push('[');
+            for item in items {
+                canonical(item, text);
+                text.push(',');
+            }
+            text.push(']');
+        }
+        scalar => text.push_str(&scalar.to_string()),
+    }
+}
+
+fn canonical_object<'a>(fields: impl Iterator<Item = (&'a String, &'a Value)>, text: &mut String) {
+    let mut fields: Vec<_> = fields.collect();
+    fields.sort_by_key(|(key, _)| *key);
+    text.push('{');
+    for (key, value) in fields {
+        text.push_str(&Value::from(key.as_str()).to_string());
+        text.push(':');
+        canonical(value, text);
+        text.push(',');
+    }
+    text.push('}');
 }
 
 /// A shard.

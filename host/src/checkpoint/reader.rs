@@ -1,7 +1,8 @@
 //! Reading a checkpoint: everything is checked first, then tensors are given out by name, each once.
 
-use super::index::{FORMAT, INDEX_FILE, VERSION};
-use super::{Index, LogicalTensor, TensorData, TensorEntry, hexadecimal, map};
+use super::index::{FORMAT, INDEX_FILE, VERSION, digest};
+use super::store::step_of;
+use super::{Index, LogicalTensor, Store, TensorData, TensorEntry, hexadecimal, map};
 use crate::failure::{Failure, Result};
 use memmap2::Mmap;
 use rayon::prelude::*;
@@ -156,9 +157,15 @@ fn read_index(folder: &Path) -> Result<Index> {
         Failure::data(format!("{} is no complete checkpoint: {what}", folder.display()))
             .remedy("name a folder step-XXXXXXXX under checkpoints/")
     };
-    let text = std::fs::read(&path).map_err(|error| refuse(format!("cannot read {}: {error}", path.display())))?;
+    let damaged = |what: String| {
+        Failure::data(format!("checkpoint {} is damaged: {what}", folder.display())).remedy(go_back(folder))
+    };
+    let text = std::fs::read(&path).map_err(|error| {
+        let what = format!("cannot read {}: {error}", path.display());
+        if step_in_name(folder).is_some() && folder.is_dir() { damaged(what) } else { refuse(what) }
+    })?;
     let value: serde_json::Value =
-        serde_json::from_slice(&text).map_err(|error| refuse(format!("{}: {error}", path.display())))?;
+        serde_json::from_slice(&text).map_err(|error| damaged(format!("{}: {error}", path.display())))?;
     if value["format"] != FORMAT {
         return Err(refuse(format!("{} was not written by Gantry", path.display())));
     }
@@ -169,14 +176,43 @@ fn read_index(folder: &Path) -> Result<Index> {
             value["version"]
         )));
     }
-    serde_json::from_value(value).map_err(|error| refuse(format!("{}: {error}", path.display())))
+    let sha256 = digest(&value);
+    let index: Index =
+        serde_json::from_value(value).map_err(|error| damaged(format!("{}: {error}", path.display())))?;
+    if index.sha256 != sha256 {
+        return Err(damaged("index.json has a wrong checksum: its contents changed after it was written".into()));
+    }
+    // A folder of another name holds what its index says.
+    match step_in_name(folder) {
+        Some(step) if step != index.step => Err(Failure::data(format!(
+            "checkpoint {} is of step {}, not of the step in its name",
+            folder.display(),
+            index.step
+        ))
+        .remedy("give the folder its name back")),
+        _ => Ok(index),
+    }
+}
+
+fn step_in_name(folder: &Path) -> Option<u64> {
+    step_of(folder.file_name()?.to_str()?)
+}
+
+/// What to do about a damaged checkpoint: the one before it, if there is one.
+fn go_back(folder: &Path) -> String {
+    let older = folder.parent().zip(step_in_name(folder)).and_then(|(checkpoints, step)| {
+        let store = Store::existing(checkpoints);
+        store.complete().ok()?.into_iter().rev().find(|(other, _)| *other < step).map(|(other, _)| store.path_of(other))
+    });
+    match older {
+        Some(path) => format!("resume from the one before it: --resume {}", path.display()),
+        None => "name another checkpoint with --resume PATH, or start over with --resume none".into(),
+    }
 }
 
 fn open_shard(folder: &Path, file: &str, bytes: u64, sha256: &str) -> Result<Mmap> {
-    let refuse = |what: String| {
-        Failure::data(format!("checkpoint {}: {file} {what}", folder.display()))
-            .remedy("resume from an older checkpoint with --resume PATH")
-    };
+    let refuse =
+        |what: String| Failure::data(format!("checkpoint {}: {file} {what}", folder.display())).remedy(go_back(folder));
     if Path::new(file).file_name().is_none_or(|name| name != file) {
         return Err(refuse("is no plain file name".into()));
     }

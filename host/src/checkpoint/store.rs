@@ -134,6 +134,6 @@ fn name_of(step: u64) -> String {
     format!("step-{step:08}")
 }
 
-fn step_of(name: &str) -> Option<u64> {
+pub(super) fn step_of(name: &str) -> Option<u64> {
     name.strip_prefix("step-")?.parse().ok()
 }

@@ -145,14 +145,21 @@ fn abandoned_writer_leaves_nothing() {
 }, "shard-00000.safetensors has a wrong checksum")]
 #[case::shard_missing(|folder: &Path| fs::remove_file(folder.join("shard-00000.safetensors")).unwrap(),
     "shard-00000.safetensors cannot be read")]
-#[case::index_missing(|folder: &Path| fs::remove_file(folder.join("index.json")).unwrap(), "is no complete checkpoint")]
+#[case::index_missing(|folder: &Path| fs::remove_file(folder.join("index.json")).unwrap(), "is damaged: cannot read")]
 #[case::index_torn(|folder: &Path| {
     let text = fs::read_to_string(folder.join("index.json")).unwrap();
     fs::write(folder.join("index.json"), &text[..text.len() / 2]).unwrap();
-}, "is no complete checkpoint")]
+}, "is damaged: ")]
+#[case::index_empty(|folder: &Path| fs::write(folder.join("index.json"), "").unwrap(), "is damaged: ")]
+#[case::step(|folder: &Path| patch(folder, "\"step\": 1", "\"step\": 2"), "index.json has a wrong checksum")]
+#[case::samples(|folder: &Path| patch(folder, "\"consumed_samples\": 8", "\"consumed_samples\": 9"),
+    "index.json has a wrong checksum")]
+#[case::state(|folder: &Path| patch(folder, "\"tau\": 0.5", "\"tau\": 0.25"), "index.json has a wrong checksum")]
+#[case::no_checksum(|folder: &Path| patch(folder, "sha256\": \"", "sha256\": \"0"), "index.json has a wrong checksum")]
+#[case::renamed_inside(|folder: &Path| edit(folder, "\"step\": 1", "\"step\": 2"), "is of step 2, not of the step in its name")]
 #[case::foreign(|folder: &Path| fs::write(folder.join("index.json"), "{\"weights\": 1}").unwrap(),
     "was not written by Gantry")]
-#[case::version(|folder: &Path| edit(folder, "\"version\": 1", "\"version\": 99"), "has format version 99")]
+#[case::version(|folder: &Path| edit(folder, "\"version\": 2", "\"version\": 99"), "has format version 99")]
 #[case::shape(|folder: &Path| edit(folder, "\"name\": \"scalar\",\n      \"shape\": []", "\"name\": \"scalar\",\n      \"shape\": [1]"),
     "tensor scalar: index.json says F32 [1], shard-00002.safetensors holds F32 []")]
 #[case::name(|folder: &Path| edit(folder, "\"name\": \"decoder.w\"", "\"name\": \"decoder.v\""),
@@ -169,11 +176,45 @@ fn faulty_checkpoint_is_refused(#[case] plant: fn(&Path), #[case] part: &str) {
     assert_eq!(failure.cause, Cause::Data);
 }
 
-fn edit(folder: &Path, from: &str, to: &str) {
+/// Changes the index as damage would.
+fn patch(folder: &Path, from: &str, to: &str) {
     let text = fs::read_to_string(folder.join("index.json")).unwrap();
-    let edited = text.replacen(from, to, 1);
-    assert_ne!(text, edited);
-    fs::write(folder.join("index.json"), edited).unwrap();
+    // From the end: the index's own checksum comes last.
+    let at = text.rfind(from).unwrap();
+    fs::write(folder.join("index.json"), format!("{}{to}{}", &text[..at], &text[at + from.len()..])).unwrap();
+}
+
+/// Changes the index as a program would that writes checkpoints: its checksum is right.
+fn edit(folder: &Path, from: &str, to: &str) {
+    patch(folder, from, to);
+    let text = fs::read_to_string(folder.join("index.json")).unwrap();
+    let mut value: serde_json::Value = serde_json::from_str(&text).unwrap();
+    value["sha256"] = super::index::digest(&value).into();
+    fs::write(folder.join("index.json"), serde_json::to_string_pretty(&value).unwrap()).unwrap();
+}
+
+#[test]
+fn checksum_of_the_index_counts_numbers_as_they_are_read() {
+    let (_root, store) = store();
+    let numbers: Vec<f64> = (1..2000).map(|i| 1.0 / f64::from(i)).chain([1e300, 5e-324, 0.1 + 0.2]).collect();
+    let meta =
+        Meta { step: 3, extra: serde_json::json!({"numbers": numbers, "b": {"z": 1, "a": [null]}}), ..Meta::default() };
+    let folder = store.commit(store.begin(3).unwrap(), meta, 1).unwrap();
+    CheckpointReader::open(&folder).unwrap();
+}
+
+#[test]
+fn damaged_checkpoint_comes_with_the_one_before_it() {
+    let (_root, store) = store();
+    let (first, second) = (save(&store, 1, 2), save(&store, 2, 2));
+    fs::write(second.join("index.json"), "").unwrap();
+    let failure = CheckpointReader::open(&second).unwrap_err();
+    assert_eq!(failure.remedy.unwrap(), format!("resume from the one before it: --resume {}", first.display()));
+    fs::remove_file(first.join("shard-00000.safetensors")).unwrap();
+    let failure = CheckpointReader::open(&first).unwrap_err();
+    assert_eq!(failure.remedy.unwrap(), "name another checkpoint with --resume PATH, or start over with --resume none");
+    let failure = CheckpointReader::open(first.parent().unwrap()).unwrap_err();
+    assert_eq!(failure.remedy.unwrap(), "name a folder step-XXXXXXXX under checkpoints/");
 }
 
 #[test]

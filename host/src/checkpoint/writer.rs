@@ -1,6 +1,6 @@
 //! Writing a checkpoint: shards and index into a folder beside, everything on disk before the rename.
 
-use super::index::{FORMAT, INDEX_FILE, VERSION};
+use super::index::{FORMAT, INDEX_FILE, VERSION, digest};
 use super::{FileEntry, Index, LogicalTensor, PluginEntry, TensorEntry, hexadecimal};
 use crate::failure::{Failure, Result};
 use safetensors::Dtype;
@@ -132,7 +132,7 @@ impl CheckpointWriter {
         if !self.pending.is_empty() {
             self.write_shard()?;
         }
-        let index = Index {
+        let mut index = Index {
             format: FORMAT.into(),
             version: VERSION,
             step: meta.step,
@@ -141,10 +141,13 @@ impl CheckpointWriter {
             tensors: std::mem::take(&mut self.tensors),
             plugins: meta.plugins,
             extra: meta.extra,
+            sha256: String::new(),
         };
         let path = self.folder.join(INDEX_FILE);
-        let text = serde_json::to_vec_pretty(&index)
-            .map_err(|error| Failure::data(format!("cannot write {}: {error}", path.display())))?;
+        let invalid = |error| Failure::data(format!("cannot write {}: {error}", path.display()));
+        let text = serde_json::to_vec(&index).map_err(invalid)?;
+        index.sha256 = digest(&serde_json::from_slice(&text).map_err(invalid)?);
+        let text = serde_json::to_vec_pretty(&index).map_err(invalid)?;
         write_synced(&path, &text)?;
         sync_folder(&self.folder)?;
         Ok(&self.folder)
