@@ -26,6 +26,11 @@ impl HookSet {
         Ok(HookSet(hooks))
     }
 
+    /// Names of the modules.
+    pub fn modules(&self) -> Vec<&str> {
+        self.0.iter().map(|(module, _)| module.as_str()).collect()
+    }
+
     fn each(
         &mut self,
         event: impl Fn(&mut HooksInstance, &mut OutsideRecording<'_>) -> Result<(), crate::plugin::PluginError>,

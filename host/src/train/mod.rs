@@ -23,6 +23,7 @@
 //! The loop knows steps, files and signals; what a step computes is the [`Engine`]'s. It keeps no state that a
 //! checkpoint does not hold, so a resumed run repeats an uninterrupted one bit by bit.
 
+mod changes;
 pub mod engine;
 mod folder;
 pub mod hooks;
@@ -149,6 +150,15 @@ pub fn run(
 ) -> Result<Outcome> {
     let Start { loader, checkpoint, mut hooks } = start;
     let begin = loader.begin();
+    if let Some(reader) = &checkpoint {
+        let at = |failure: Failure| failure.at(format!("checkpoint {}", reader.folder().display()));
+        let Some(then) = reader.index().extra["recipe"].as_str() else {
+            return Err(at(Failure::data("no recipe is in index.json")));
+        };
+        if let Some(line) = changes::compare(then, recipe.resolved_yaml(), &hooks.modules()).map_err(at)? {
+            tracing::warn!("{line}");
+        }
+    }
     check_vocab(engine.vocab(), loader.corpus())?;
     let resumed = match checkpoint {
         Some(mut reader) => {

@@ -303,3 +303,20 @@ fn start_that_fails_changes_nothing() {
     assert_eq!(checkpoints(root.path(), "checkpoints.1"), [9, 10]);
     assert_eq!(steps(root.path(), "metrics.jsonl"), (1..=10).collect::<Vec<_>>());
 }
+
+#[test]
+fn another_model_does_not_go_on_from_a_checkpoint() {
+    let root = tempfile::tempdir().unwrap();
+    train(root.path(), Options::default(), None, None).0.unwrap();
+    let before = contents(root.path());
+    let other = recipe(&["modules.lm.config.rotary_base=500", "train.steps=12"]);
+    let failure = train_recipe(&other, root.path(), Options::default(), None, None).0.unwrap_err();
+    let change = "the model is not the checkpoint's: modules.lm.config.rotary_base (not set, now 500)";
+    assert!(failure.sentence.ends_with(change), "{failure}");
+    assert_eq!(failure.exit_status(), 4);
+    assert_eq!(contents(root.path()), before);
+    // What is no part of the model may change.
+    let other = recipe(&["train.seed=3", "train.steps=12"]);
+    assert_eq!(train_recipe(&other, root.path(), Options::default(), None, None).0, Ok(Outcome::Finished));
+    assert_eq!(losses(root.path()).len(), 12);
+}
