@@ -18,7 +18,12 @@ pub(super) fn find(paths: &[PathBuf], extensions: &[String], exclude: &[String])
     for path in paths {
         let found = match path.metadata() {
             Ok(about) if about.is_dir() => walk(path, None, extensions, exclude)?,
-            Ok(_) => vec![path.clone()],
+            Ok(about) if about.is_file() => vec![path.clone()],
+            // A pipe or a device may never end.
+            Ok(_) => {
+                return Err(Failure::data(format!("data path {} is neither a file nor a folder", path.display()))
+                    .remedy("correct data.paths"));
+            }
             Err(_) if is_glob(path) => {
                 let (root, pattern) = split_glob(path);
                 if !root.is_dir() {
@@ -145,5 +150,15 @@ mod tests {
         assert_eq!(failure.exit_status(), 4);
         let failure = find(&["/nowhere/at/*.rs".into()], &[], &[]).unwrap_err();
         assert_eq!(failure.sentence, "data path /nowhere/at/*.rs: no folder /nowhere/at");
+    }
+
+    #[test]
+    fn pipe_is_refused() {
+        let root = tempfile::tempdir().unwrap();
+        let pipe = root.path().join("a.txt");
+        assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+        let failure = find(std::slice::from_ref(&pipe), &[], &[]).unwrap_err();
+        assert_eq!(failure.sentence, format!("data path {} is neither a file nor a folder", pipe.display()));
+        assert_eq!(failure.exit_status(), 4);
     }
 }
