@@ -135,6 +135,68 @@ fn stopped_and_killed_runs_go_on_bit_by_bit() {
 }
 
 #[test]
+fn a_run_whose_terminal_goes_saves_unless_it_was_told_to_stay() {
+    let runs = Runs::new();
+    let mut child = runs.train_until("run", 3);
+    signal(&child, "-HUP");
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+    assert_eq!(runs.latest("run"), format!("step-{:08}", runs.metrics("run").len()));
+    // As nohup starts it.
+    let plain = runs.command(&["train", "r.yaml", "--run-dir", "stays", "--steps", "5000"]);
+    let mut command = Command::new("sh");
+    command.current_dir(runs.folder.path()).env("GANTRY_ALLOW_WRITABLE_PLUGINS", "1").stderr(Stdio::null());
+    command.args(["-c", "trap '' HUP; exec \"$@\"", "sh"]).arg(plain.get_program()).args(plain.get_args());
+    let mut child = command.spawn().unwrap();
+    let steps = || runs.metrics("stays").len();
+    let wait_for = |count: usize| {
+        let began = Instant::now();
+        while steps() < count {
+            assert!(began.elapsed() < Duration::from_secs(120), "no step {count} after two minutes");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    };
+    wait_for(2);
+    signal(&child, "-HUP");
+    wait_for(steps() + 5);
+    assert!(child.try_wait().unwrap().is_none());
+    signal(&child, "-TERM");
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+}
+
+#[test]
+fn a_file_that_may_not_grow_ends_a_run_with_status_4() {
+    let runs = Runs::new();
+    let plain = runs.command(&["train", "r.yaml", "--run-dir", "run", "--steps", "2"]);
+    let mut command = Command::new("sh");
+    command.current_dir(runs.folder.path()).env("GANTRY_ALLOW_WRITABLE_PLUGINS", "1");
+    command.args(["-c", "ulimit -f 20; exec \"$@\"", "sh"]).arg(plain.get_program()).args(plain.get_args());
+    let output = command.output().unwrap();
+    let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(4), "{stderr}");
+    assert!(stderr.contains("cannot write") && stderr.contains("shard-00000.safetensors"), "{stderr}");
+}
+
+#[test]
+fn a_signal_before_the_first_step_ends_the_program_at_once() {
+    use std::os::unix::process::ExitStatusExt;
+    let runs = Runs::new();
+    // A corpus that takes far longer to make than the program gets.
+    let corpus = "data.synthetic={vocab: 64, document_length: 40, tokens: 400000000}";
+    let arguments = ["train", "r.yaml", "--run-dir", "run", "--set", corpus];
+    let mut child = runs.command(&arguments).stderr(Stdio::null()).spawn().unwrap();
+    // The log is opened after signals are caught.
+    let log = runs.folder.path().join("run/log.jsonl");
+    while !log.exists() {
+        assert!(child.try_wait().unwrap().is_none());
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    signal(&child, "-TERM");
+    let began = Instant::now();
+    assert_eq!(child.wait().unwrap().signal(), Some(15));
+    assert!(began.elapsed() < Duration::from_secs(5));
+}
+
+#[test]
 fn a_checkpoint_of_one_layout_goes_on_in_another() {
     let runs = Runs::new();
     runs.train("whole", "10", &["--set", "train.precision=fp64"]);

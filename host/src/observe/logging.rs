@@ -26,13 +26,19 @@ pub fn start_logging(level: LogLevel, file: &Path, progress: &Progress) -> Resul
         LogLevel::Debug => LevelFilter::DEBUG,
         LogLevel::Trace => LevelFilter::TRACE,
     };
+    // A line that cannot be written is lost: saying so on a terminal that is gone would end the run.
     let human = tracing_subscriber::fmt::layer()
         .with_writer(Stderr(progress.clone()))
         .with_ansi(progress.on_terminal())
         .with_target(false)
         .with_timer(Uptime::default())
+        .log_internal_errors(false)
         .with_filter(FilterFn::new(|event| event.target() != FAILURE_TARGET));
-    let json = tracing_subscriber::fmt::layer().json().flatten_event(true).with_writer(Mutex::new(log));
+    let json = tracing_subscriber::fmt::layer()
+        .json()
+        .flatten_event(true)
+        .with_writer(Mutex::new(log))
+        .log_internal_errors(false);
     // A second run in one process (a test) goes on with the first one's subscriber.
     let _ = tracing_subscriber::registry().with(level).with(human).with(json).try_init();
     Ok(())
