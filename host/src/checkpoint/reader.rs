@@ -170,11 +170,12 @@ fn read_index(folder: &Path) -> Result<Index> {
         return Err(refuse(format!("{} was not written by Gantry", path.display())));
     }
     if value["version"] != VERSION {
-        return Err(refuse(format!(
-            "{} has format version {}, this program reads {VERSION}",
-            path.display(),
+        return Err(Failure::data(format!(
+            "checkpoint {} has format version {}, this program reads {VERSION}",
+            folder.display(),
             value["version"]
-        )));
+        ))
+        .remedy("use the program that wrote it"));
     }
     let sha256 = digest(&value);
     let index: Index =

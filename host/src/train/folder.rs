@@ -121,7 +121,8 @@ impl RunFolder {
             return Ok(());
         }
         let number = self.free_number();
-        for name in [CHECKPOINTS, METRICS, RESOLVED].into_iter().filter(|name| self.root.join(name).exists()) {
+        // Checkpoints last: a plain start after a killed one cuts the metrics where there are none.
+        for name in [METRICS, RESOLVED, CHECKPOINTS].into_iter().filter(|name| self.root.join(name).exists()) {
             let to = self.root.join(format!("{name}.{number}"));
             fs::rename(self.root.join(name), &to).map_err(|error| cannot(&to, &error))?;
         }
