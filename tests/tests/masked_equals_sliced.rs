@@ -185,7 +185,7 @@ fn copy_cut(parent: &Team<f64>, small: &Team<f64>) {
         }
         let stored: Vec<f64> = at.iter().map(|&i| values[0][large.stored.offset + i]).collect();
         let mut logical = vec![0.0; stored.len()];
-        narrow.stored.logical_indices().into_iter().zip(&stored).for_each(|(i, &x)| logical[i] = x);
+        narrow.stored.logical_indices().zip(&stored).for_each(|(i, &x)| logical[i] = x);
         small.scatter(Kind::Params, narrow.plan, logical).unwrap();
     }
 }

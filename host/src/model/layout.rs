@@ -72,7 +72,7 @@ impl Walk<'_> {
                     Some((axis, _)) => (Some(axis), self.axes[axis].size),
                 };
                 let unit = if outer.is_some() { *size } else { 1 };
-                self.leaf(next, name, axis, units, unit);
+                self.leaf(next, name, axis, units, unit)?;
                 match outer {
                     None => self.runs.extend((0..*size).map(|i| Run { leaf: next, stored_unit: i, unit: 1 })),
                     Some((_, repeat)) => self.runs.push(Run { leaf: next, stored_unit: repeat, unit }),
@@ -84,7 +84,7 @@ impl Walk<'_> {
                 let size = self.axes[index].size;
                 let groups = group_size(self.axes, index)?;
                 let per_group = size / groups;
-                self.leaf(next, name, Some(index), size, *unit);
+                self.leaf(next, name, Some(index), size, *unit)?;
                 let of_groups = match outer {
                     None => 0..groups,
                     Some((outer_axis, repeat)) => {
@@ -124,12 +124,27 @@ impl Walk<'_> {
         }
     }
 
-    fn leaf(&mut self, index: usize, name: &str, axis: Option<usize>, units: usize, unit: usize) {
+    /// Notes a leaf on its first visit.
+    fn leaf(&mut self, index: usize, name: &str, axis: Option<usize>, units: usize, unit: usize) -> Result<()> {
         if index == self.leaves.len() {
+            let before: usize = self.leaves.iter().map(|leaf| leaf.units * leaf.unit).sum();
+            match units.checked_mul(unit) {
+                Some(n) if n <= MAX_POSITIONS - before.min(MAX_POSITIONS) => {}
+                _ => {
+                    return Err(Error::recipe(format!(
+                        "a dimension with {units} x {unit} positions is larger than any this version can hold \
+                         ({MAX_POSITIONS}); make the model's sizes smaller"
+                    )));
+                }
+            }
             self.leaves.push(Leaf { name: name.into(), axis, units, unit });
         }
+        Ok(())
     }
 }
+
+/// Positions a dimension may have: far beyond any model, and few enough to lay out at once.
+const MAX_POSITIONS: usize = 1 << 26;
 
 /// Resolves one dimension of a parameter or port.
 pub fn resolve(axes: &[Axis], layout: &Layout) -> Result<StoredDim> {
@@ -189,6 +204,15 @@ mod tests {
         let names: Vec<&str> = dim.leaves.iter().map(|leaf| leaf.name.as_str()).collect();
         assert_eq!(names, ["q", "k", "v"]);
         assert_eq!(dim.leaves[1], Leaf { name: "k".into(), axis: Some(1), units: 2, unit: 1 });
+    }
+
+    #[test]
+    fn impossible_dimensions_are_refused_before_they_are_laid_out() {
+        for size in [1 << 27, usize::MAX] {
+            let axes = vec![axis("ffn", size, None)];
+            let error = resolve(&axes, &Layout::axis("ffn", 2)).unwrap_err();
+            assert!(error.sentence.contains("larger than any"), "{error}");
+        }
     }
 
     #[test]

@@ -41,25 +41,27 @@ impl Stored {
     }
 
     /// Logical flat index of every local element, in storage order.
-    pub fn logical_indices(&self) -> Vec<usize> {
-        let shape = self.shape();
-        let mut indices = vec![0usize];
-        for ((dim, order), size) in self.dims.iter().zip(&self.orders).zip(&shape) {
-            let local = local_positions(dim, order);
-            let mut next = Vec::with_capacity(indices.len() * local.len());
-            for base in &indices {
-                next.extend(local.iter().map(|&position| base * size + position as usize));
+    pub fn logical_indices(&self) -> impl ExactSizeIterator<Item = usize> + use<> {
+        let positions: Vec<Vec<u32>> =
+            self.dims.iter().zip(&self.orders).map(|(dim, order)| local_positions(dim, order)).collect();
+        let sizes = self.shape();
+        (0..self.len).map(move |mut element| {
+            let (mut index, mut stride) = (0, 1);
+            for (positions, size) in positions.iter().zip(&sizes).rev() {
+                index += positions[element % positions.len()] as usize * stride;
+                element /= positions.len();
+                stride *= size;
             }
-            indices = next;
-        }
-        indices
+            index
+        })
     }
 
     /// Initial values in storage order, the same whatever the layout.
-    pub fn initial(&self, seed: u64) -> Vec<f64> {
+    pub fn initial(&self, seed: u64) -> impl Iterator<Item = f64> + use<> {
         let stream = Stream::new(seed, stream_of(&self.name), 0);
-        let uniform = |position: usize, low: f64, high: f64| low + (high - low) * stream.uniform(position as u64);
-        let draw = |position: usize| match self.init {
+        let uniform = move |position: usize, low: f64, high: f64| low + (high - low) * stream.uniform(position as u64);
+        let init = self.init;
+        let draw = move |position: usize| match init {
             Init::Zeros => 0.0,
             Init::Ones => 1.0,
             Init::Constant(value) => value,
@@ -72,7 +74,7 @@ impl Stored {
             }
             _ => f64::NAN,
         };
-        self.logical_indices().into_iter().map(draw).collect()
+        self.logical_indices().map(draw)
     }
 }
 

@@ -203,7 +203,7 @@ impl<T: Element> Team<T> {
             let Some(stored) = stored(&rank.model.table, kind, index) else { return Ok(None) };
             let range = stored.offset..stored.offset + stored.len;
             let values: Vec<f64> = data(rank, kind)[range].iter().map(|x| x.to_f64()).collect();
-            Ok(Some((stored.shape(), stored.logical_indices(), values)))
+            Ok(Some((stored.shape(), stored.logical_indices().collect::<Vec<usize>>(), values)))
         })?;
         let mut whole: Option<(Vec<usize>, Vec<f64>)> = None;
         for (shape, indices, values) in parts.into_iter().flatten() {

@@ -69,6 +69,9 @@ fn init_method_std() -> f64 {
 
 // 3. The provider: a checked config. An error names the key, the numbers that disagree, and what to change.
 
+/// Sizes beyond every model are slips; below it products of two sizes cannot overflow.
+const LARGEST: usize = 1 << 20;
+
 /// A dense-gpt model.
 pub struct DenseGpt {
     config: Config,
@@ -90,8 +93,16 @@ impl Configure for DenseGpt {
             ("ffn_hidden_size", config.ffn_hidden_size),
             ("vocab_size", config.vocab_size),
         ];
-        if let Some((key, _)) = sizes.iter().find(|(_, size)| *size == 0) {
-            return Err(Error::config(format!("config.{key} is 0; it must be at least 1")));
+        if let Some((key, size)) = sizes.iter().find(|(_, size)| !(1..=LARGEST).contains(size)) {
+            return Err(Error::config(format!("config.{key} is {size}; it must lie between 1 and {LARGEST}")));
+        }
+        let numbers = [
+            ("rotary_base", config.rotary_base, f64::MIN_POSITIVE),
+            ("layernorm_epsilon", config.layernorm_epsilon, 0.0),
+            ("init_method_std", config.init_method_std, 0.0),
+        ];
+        if let Some((key, number, least)) = numbers.iter().find(|(_, number, least)| number < least) {
+            return Err(Error::config(format!("config.{key} is {number}; it must be at least {least:e}")));
         }
         let (hidden, heads) = (config.hidden_size, config.num_attention_heads);
         let groups = config.num_query_groups.unwrap_or(heads);

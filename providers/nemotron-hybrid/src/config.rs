@@ -206,8 +206,15 @@ pub fn needed(size: Option<usize>, key: &str, kind: LayerKind) -> Result<usize> 
     }
 }
 
+/// Largest size of anything: beyond every model, and small enough that products of two sizes are numbers.
+const LARGEST: usize = 1 << 24;
+
+/// An error unless the size is one.
 pub fn positive(size: usize, key: &str) -> Result<usize> {
-    if size > 0 { Ok(size) } else { Err(Error::config(format!("config.{key} is 0; it must be at least 1"))) }
+    if (1..=LARGEST).contains(&size) {
+        return Ok(size);
+    }
+    Err(Error::config(format!("config.{key} is {size}; it must lie between 1 and {LARGEST}")))
 }
 
 /// An error unless `parts` divides `whole`.

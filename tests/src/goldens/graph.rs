@@ -193,7 +193,7 @@ impl Graph {
         for (entry, (name, ..)) in table.params.iter().zip(&self.params) {
             let mut grad = vec![f64::NAN; entry.stored.len];
             let from = &main_grads[entry.stored.offset..];
-            entry.stored.logical_indices().into_iter().zip(from).for_each(|(i, x)| grad[i] = x.to_f64());
+            entry.stored.logical_indices().zip(from).for_each(|(i, x)| grad[i] = x.to_f64());
             results.insert(format!("grad.{name}"), grad);
         }
         Ok(results)
