@@ -128,6 +128,9 @@ pub struct ParamTable {
 /// Storage begins on multiples of this many elements, for vector loads and device copies.
 const ALIGN: usize = 32;
 
+/// Elements of a tensor on a rank: more than any memory holds, and little enough that sums over tensors do not overflow.
+const MAX_ELEMENTS: usize = 1 << 40;
+
 impl ParamTable {
     /// Lays out the parameters of `stage` for a rank at `place` of `grid`.
     pub fn new(plan: &ModelPlan, stage: &Stage, grid: Grid, place: Place) -> Result<ParamTable> {
@@ -216,7 +219,14 @@ impl ParamTable {
                 "parameter {name:?} has two dimensions spread over tensor-parallel ranks; at most one can be"
             )));
         }
-        let len = dims.iter().map(Dim::local).product();
+        let len = dims.iter().try_fold(1usize, |n, dim| n.checked_mul(dim.local()).filter(|&n| n <= MAX_ELEMENTS));
+        let Some(len) = len else {
+            let shape = dims.iter().map(|dim| dim.size().to_string()).collect::<Vec<_>>().join(" x ");
+            return Err(Error::recipe(format!(
+                "parameter {name:?} of {shape} has more than the {MAX_ELEMENTS} elements a rank can hold; check the \
+                 sizes in the module's config"
+            )));
+        };
         Ok(Stored { name: name.into(), layer: layer.map(|l| l as u16), dims, orders, init, offset: 0, len })
     }
 

@@ -72,6 +72,10 @@ fn init_method_std() -> f64 {
 /// Sizes beyond every model are slips; below it products of two sizes cannot overflow.
 const LARGEST: usize = 1 << 20;
 
+const MAX_LAYERS: usize = 10_000;
+/// Channels of a head that the host's attention takes.
+const MAX_HEAD_DIM: usize = 256;
+
 /// A dense-gpt model.
 pub struct DenseGpt {
     config: Config,
@@ -96,13 +100,20 @@ impl Configure for DenseGpt {
         if let Some((key, size)) = sizes.iter().find(|(_, size)| !(1..=LARGEST).contains(size)) {
             return Err(Error::config(format!("config.{key} is {size}; it must lie between 1 and {LARGEST}")));
         }
+        if config.num_layers > MAX_LAYERS {
+            let n = config.num_layers;
+            return Err(Error::config(format!("config.num_layers is {n}; it must be at most {MAX_LAYERS}")));
+        }
         let numbers = [
             ("rotary_base", config.rotary_base, f64::MIN_POSITIVE),
-            ("layernorm_epsilon", config.layernorm_epsilon, 0.0),
+            ("layernorm_epsilon", config.layernorm_epsilon, f64::MIN_POSITIVE),
             ("init_method_std", config.init_method_std, 0.0),
         ];
         if let Some((key, number, least)) = numbers.iter().find(|(_, number, least)| number < least) {
-            return Err(Error::config(format!("config.{key} is {number}; it must be at least {least:e}")));
+            return Err(Error::config(format!(
+                "config.{key} is {number}; it must be {}",
+                if *least > 0.0 { "more than 0" } else { "at least 0" }
+            )));
         }
         let (hidden, heads) = (config.hidden_size, config.num_attention_heads);
         let groups = config.num_query_groups.unwrap_or(heads);
@@ -119,6 +130,15 @@ impl Configure for DenseGpt {
             )));
         }
         let head_dim = config.kv_channels.unwrap_or(hidden / heads);
+        if head_dim > MAX_HEAD_DIM {
+            let from = match config.kv_channels {
+                Some(_) => String::new(),
+                None => format!(" (hidden_size = {hidden} / num_attention_heads = {heads})"),
+            };
+            return Err(Error::config(format!(
+                "config.kv_channels is {head_dim}{from}; attention takes heads of at most {MAX_HEAD_DIM} channels"
+            )));
+        }
         if !head_dim.is_multiple_of(2) {
             return Err(Error::config(format!(
                 "config.kv_channels is {head_dim}; rotary positions turn pairs of channels, so it must be even"
@@ -343,5 +363,21 @@ mod tests {
         let e = message(&[("kv_channels", json!(7))]);
         assert!(e.contains("kv_channels is 7"), "{e}");
         assert!(message(&[("num_layers", json!(0))]).contains("num_layers is 0"));
+    }
+
+    #[test]
+    fn numbers_that_cannot_be_are_refused() {
+        let message = |change: &[(&str, Value)]| DenseGpt::new(config(change)).err().unwrap().message;
+        for key in ["hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "vocab_size"] {
+            let e = message(&[(key, json!(u64::MAX))]);
+            assert!(e.contains(&format!("config.{key} is {}; it must lie between 1 and", u64::MAX)), "{e}");
+        }
+        let e = message(&[("num_layers", json!(1_000_000))]);
+        assert!(e.contains("num_layers is 1000000; it must be at most 10000"), "{e}");
+        let e = message(&[("hidden_size", json!(8000))]);
+        assert!(e.contains("kv_channels is 1000 (hidden_size = 8000 / num_attention_heads = 8)"), "{e}");
+        assert!(message(&[("rotary_base", json!(0))]).contains("rotary_base is 0; it must be more than 0"));
+        assert!(message(&[("layernorm_epsilon", json!(0))]).contains("layernorm_epsilon is 0; it must be more than"));
+        assert!(message(&[("init_method_std", json!(-1))]).contains("init_method_std is -1; it must be at least 0"));
     }
 }

@@ -7,6 +7,9 @@ use gantry_plugin_api::ops::{self, Role, Rope};
 use gantry_plugin_api::plan::{Axis, Layout};
 use gantry_plugin_api::sdk::{Cx, Error, ParamId, Result, Tensor};
 
+/// Channels of a head that the host's attention takes.
+const MAX_HEAD_DIM: usize = 256;
+
 /// Sizes of attention layers.
 #[derive(Clone, Debug)]
 pub struct Sizes {
@@ -29,6 +32,15 @@ impl Sizes {
             )));
         }
         let head_dim = positive(config.kv_channels.unwrap_or(config.hidden_size / heads), "kv_channels")?;
+        if head_dim > MAX_HEAD_DIM {
+            let from = match config.kv_channels {
+                Some(_) => String::new(),
+                None => format!(" (hidden_size = {} / num_attention_heads = {heads})", config.hidden_size),
+            };
+            return Err(Error::config(format!(
+                "config.kv_channels is {head_dim}{from}; attention takes heads of at most {MAX_HEAD_DIM} channels"
+            )));
+        }
         let rope = match config.position_embedding_type {
             PositionEmbedding::None => None,
             PositionEmbedding::Rope => Some(rope(config, head_dim)?),
@@ -66,7 +78,8 @@ fn rope(config: &Config, head_dim: usize) -> Result<Rope> {
              pairs of channels, so choose a part that is even"
         )));
     }
-    Ok(Rope { theta: config.rotary_base, rotary_dim: turned as u64, ..Rope::default() })
+    let theta = within(config.rotary_base, "rotary_base", f64::MIN_POSITIVE..=f64::MAX)?;
+    Ok(Rope { theta, rotary_dim: turned as u64, ..Rope::default() })
 }
 
 /// Parameters of an attention layer.

@@ -217,6 +217,14 @@ pub fn positive(size: usize, key: &str) -> Result<usize> {
     Err(Error::config(format!("config.{key} is {size}; it must lie between 1 and {LARGEST}")))
 }
 
+/// An error if the size is more than the host's kernels take.
+pub fn at_most(size: usize, key: &str, most: usize) -> Result<usize> {
+    if size <= most {
+        return Ok(size);
+    }
+    Err(Error::config(format!("config.{key} is {size}; it must be at most {most}")))
+}
+
 /// An error unless `parts` divides `whole`.
 pub fn divides((part_key, parts): (&str, usize), (key, whole): (&str, usize)) -> Result<()> {
     if whole.is_multiple_of(parts) {
@@ -230,6 +238,8 @@ pub fn within(value: f64, key: &str, range: std::ops::RangeInclusive<f64>) -> Re
     if range.contains(&value) {
         return Ok(value);
     }
-    let (low, high) = (range.start(), range.end());
-    Err(Error::config(format!("config.{key} is {value}; it must lie between {low} and {high}")))
+    let (low, high) = (*range.start(), *range.end());
+    let low = if low == f64::MIN_POSITIVE { "more than 0".into() } else { format!("at least {low}") };
+    let high = if high == f64::MAX { String::new() } else { format!(" and at most {high}") };
+    Err(Error::config(format!("config.{key} is {value}; it must be {low}{high}")))
 }

@@ -32,7 +32,7 @@ impl Configure for NemotronHybrid {
         positive(config.hidden_size, "hidden_size")?;
         positive(config.vocab_size, "vocab_size")?;
         within(config.init_method_std, "init_method_std", 0.0..=f64::MAX)?;
-        within(config.layernorm_epsilon, "layernorm_epsilon", 0.0..=1.0)?;
+        within(config.layernorm_epsilon, "layernorm_epsilon", f64::MIN_POSITIVE..=1.0)?;
         let layers = parse(&config.pattern)?;
         let has = |kind: LayerKind| layers.iter().any(|layer| layer.kind == kind);
         Ok(NemotronHybrid {

@@ -8,7 +8,7 @@
 //! out_proj(RMSNorm_groups(y * silu(z)) * weight)
 //! ```
 
-use crate::config::{Config, divides, needed, positive, within};
+use crate::config::{Config, at_most, divides, needed, positive, within};
 use crate::declare::{BlockDeclaration, hidden};
 use crate::pattern::LayerKind;
 use gantry_plugin_api::ops::{Act, GatedNorm, Role, SsdScan};
@@ -17,6 +17,9 @@ use gantry_plugin_api::sdk::{Cx, Error, ParamId, Result, Tensor};
 
 /// The reference fixes the gated norm's eps, whatever that of the other norms.
 const GATED_NORM_EPS: f64 = 1e-5;
+
+/// Taps that the host's convolution takes.
+const MAX_CONV_WIDTH: usize = 8;
 
 /// Sizes of Mamba layers.
 #[derive(Clone, Copy, Debug)]
@@ -48,7 +51,11 @@ impl Sizes {
             head_dim: positive(config.mamba_head_dim, "mamba_head_dim")?,
             groups,
             state: positive(config.mamba_state_dim, "mamba_state_dim")?,
-            conv_width: positive(config.mamba_conv_width, "mamba_conv_width")?,
+            conv_width: at_most(
+                positive(config.mamba_conv_width, "mamba_conv_width")?,
+                "mamba_conv_width",
+                MAX_CONV_WIDTH,
+            )?,
             chunk: positive(config.mamba_chunk_size, "mamba_chunk_size")?,
             dt: Init::InverseSoftplus { low, high, floor },
         })
@@ -64,7 +71,8 @@ impl Sizes {
     /// Of the convolution, and of the scan in its recurrent form: decay, input and output of each state element.
     pub fn block(&self, block: Block) -> Block {
         let (inner, bc) = (self.heads * self.head_dim, 2 * self.groups * self.state);
-        block.extra_flops((2 * self.conv_width * (inner + bc) + 6 * inner * self.state) as f64)
+        let conv = 2.0 * self.conv_width as f64 * (inner + bc) as f64;
+        block.extra_flops(conv + 6.0 * inner as f64 * self.state as f64)
     }
 
     pub fn declare(&self, b: &mut BlockDeclaration<'_>) -> Mamba {

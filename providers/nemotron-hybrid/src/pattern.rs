@@ -47,6 +47,9 @@ pub struct PatternLayer {
     pub starts_stage: bool,
 }
 
+/// Beyond any model.
+const MAX_LAYERS: usize = 10_000;
+
 /// The layers of a pattern; an error shows the place of the symbol that is none.
 pub fn parse(pattern: &str) -> Result<Vec<PatternLayer>> {
     let mut layers: Vec<PatternLayer> = Vec::new();
@@ -75,6 +78,10 @@ pub fn parse(pattern: &str) -> Result<Vec<PatternLayer>> {
         };
         layers.push(PatternLayer { kind, starts_stage });
         starts_stage = false;
+    }
+    if layers.len() > MAX_LAYERS {
+        let n = layers.len();
+        return Err(Error::config(format!("config.pattern has {n} layers; it may have at most {MAX_LAYERS}")));
     }
     if layers.is_empty() {
         return Err(Error::config("config.pattern is empty; it needs a symbol per layer, e.g. \"ME*E\""));
@@ -105,6 +112,8 @@ mod tests {
     fn what_is_no_layer_is_shown() {
         let message = |pattern| parse(pattern).unwrap_err().message;
         assert!(message("").contains("empty"));
+        let long = parse(&"M".repeat(10_001)).unwrap_err().message;
+        assert!(long.contains("has 10001 layers; it may have at most 10000"));
         assert!(message("MxE").contains("symbol 2: 'x' is no layer"), "{}", message("MxE"));
         assert!(message("ME/M").contains("symbol 3: \"/\" begins multi-token prediction"));
         assert!(message("|M").contains("symbol 1") && message("M||E").contains("symbol 3"));

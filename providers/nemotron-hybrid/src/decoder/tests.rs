@@ -114,9 +114,21 @@ fn errors_name_the_key_both_numbers_and_the_remedy() {
     let e = message(&[("position_embedding_type", json!("rope")), ("rotary_percent", json!(0.4))]);
     assert!(e.contains("rotary_percent = 0.4 of a head's 8 channels are 3"), "{e}");
     let e = message(&[("moe_aux_loss_coeff", json!(-0.01))]);
-    assert!(e.contains("config.moe_aux_loss_coeff is -0.01; it must lie between 0"), "{e}");
+    assert_eq!(e, "config.moe_aux_loss_coeff is -0.01; it must be at least 0");
     let e = message(&[("mamba_dt_min", json!(1.0))]);
     assert!(e.contains("mamba_dt_min = 1 is more than mamba_dt_max = 0.1"), "{e}");
+    let optional = ["num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size", "mamba_num_heads"];
+    let sizes = ["hidden_size", "vocab_size", "mamba_head_dim", "mamba_state_dim", "num_moe_experts"];
+    for key in optional.into_iter().chain(sizes).chain(["moe_ffn_hidden_size", "mamba_chunk_size"]) {
+        let e = message(&[(key, json!(u64::MAX))]);
+        assert_eq!(e, format!("config.{key} is {}; it must lie between 1 and 16777216", u64::MAX));
+    }
+    assert!(message(&[("mamba_conv_width", json!(100))]).contains("mamba_conv_width is 100; it must be at most 8"));
+    assert!(message(&[("kv_channels", json!(512))]).contains("kv_channels is 512; attention takes heads of at most"));
+    let e = message(&[("position_embedding_type", json!("rope")), ("rotary_base", json!(-5))]);
+    assert_eq!(e, "config.rotary_base is -5; it must be more than 0");
+    let e = message(&[("layernorm_epsilon", json!(0))]);
+    assert_eq!(e, "config.layernorm_epsilon is 0; it must be more than 0 and at most 1");
     assert!(message(&[("hidden_size", json!(0))]).contains("config.hidden_size is 0"));
     assert!(message(&[("pattern", json!("M/M"))]).contains("multi-token prediction"));
 }
