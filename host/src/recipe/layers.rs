@@ -8,7 +8,7 @@ use crate::failure::{Failure, Result};
 use figment::value::{Dict, Map, Tag, Value};
 use figment::{Figment, Metadata, Profile, Provider};
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::fmt;
 use std::path::{Path, PathBuf};
 
@@ -35,6 +35,13 @@ struct Layer {
     values: Dict,
 }
 
+/// Files on the way: those being read, outermost first, and all that were begun.
+#[derive(Default)]
+struct Reading {
+    open: Vec<PathBuf>,
+    seen: HashSet<PathBuf>,
+}
+
 /// All layers, weakest first.
 pub(super) struct Layers {
     layers: Vec<Layer>,
@@ -44,14 +51,16 @@ pub(super) struct Layers {
 impl Layers {
     pub(super) fn collect(path: &Path, overrides: &Overrides) -> Result<Layers> {
         let mut layers = Layers::defaults()?;
-        layers.add_file(path, None, &mut Vec::new())?;
+        layers.add_file(path, None, &mut Reading::default())?;
+        layers.weakest_first();
         layers.add_overrides(overrides)?;
         Ok(layers)
     }
 
     pub(super) fn from_text(text: &str, overrides: &Overrides) -> Result<Layers> {
         let mut layers = Layers::defaults()?;
-        layers.add_text(text, Path::new(""), &mut Vec::new())?;
+        layers.add_text(text, Path::new(""), &mut Reading::default())?;
+        layers.weakest_first();
         layers.add_overrides(overrides)?;
         Ok(layers)
     }
@@ -66,34 +75,43 @@ impl Layers {
         Ok(Layers { layers: vec![Layer { origin: Origin::Defaults, values }], module_template })
     }
 
-    /// Adds what the file extends, then the file. `open` holds the files being read, outermost first.
-    fn add_file(&mut self, path: &Path, named_by: Option<String>, open: &mut Vec<PathBuf>) -> Result<()> {
+    /// Turns the files, which were read strongest first, around.
+    fn weakest_first(&mut self) {
+        self.layers[1..].reverse();
+    }
+
+    /// Adds the file, then what it extends, strongest first. A file that is reached again is already there with all
+    /// it extends, where it counts most; that it would be merged below once more changes nothing.
+    fn add_file(&mut self, path: &Path, named_by: Option<String>, reading: &mut Reading) -> Result<()> {
         let unreadable = |error: std::io::Error| {
             let place = named_by.as_ref().map(|place| format!("{place}: ")).unwrap_or_default();
             Failure::recipe(format!("{place}cannot read recipe {}: {error}", path.display()))
         };
         let identity = path.canonicalize().map_err(unreadable)?;
-        if open.contains(&identity) {
-            let chain: Vec<_> = open.iter().map(|file| file.display().to_string()).collect();
+        if reading.open.contains(&identity) {
+            let chain: Vec<_> = reading.open.iter().map(|file| file.display().to_string()).collect();
             return Err(Failure::recipe(format!("recipe {} extends itself", path.display()))
                 .detail(format!("chain: {} -> {}", chain.join(" -> "), identity.display()))
                 .remedy("remove one of the `extends` keys"));
         }
+        if !reading.seen.insert(identity.clone()) {
+            return Ok(());
+        }
         let text = std::fs::read_to_string(path).map_err(unreadable)?;
-        open.push(identity);
-        self.add_text(&text, path, open)?;
-        open.pop();
+        reading.open.push(identity);
+        self.add_text(&text, path, reading)?;
+        reading.open.pop();
         Ok(())
     }
 
-    fn add_text(&mut self, text: &str, path: &Path, open: &mut Vec<PathBuf>) -> Result<()> {
+    fn add_text(&mut self, text: &str, path: &Path, reading: &mut Reading) -> Result<()> {
         let syntax = |error: serde_saphyr::Error| {
             let line = error.location().map(|at| format!(":{}", at.line())).unwrap_or_default();
             let full = error.without_snippet().to_string();
             // The parser's advice to its own caller and its copy of the location are left out.
             let message = full.lines().next().unwrap_or("");
             let message = message.split(", set ").next().and_then(|m| m.split(" at line ").next()).unwrap_or(message);
-            Failure::recipe(format!("{}{line}: not a YAML mapping: {message}", name_of(path)))
+            Failure::recipe(format!("{}{line}: not a YAML mapping: {}", name_of(path), plain_words(message)))
         };
         if text.trim().is_empty() {
             return Err(Failure::recipe(format!("recipe {} is empty", name_of(path))));
@@ -103,11 +121,12 @@ impl Layers {
         serde_saphyr::with_deserializer_from_str(text, |de| KeyLines { prefix: "", lines: &mut lines }.deserialize(de))
             .map_err(syntax)?;
         let origin = Origin::File { path: path.to_path_buf(), lines };
-        for extended in parents(values.remove("extends"), &origin)? {
-            let place = origin.describe("extends");
-            self.add_file(&path.parent().unwrap_or(Path::new("")).join(extended), Some(place), open)?;
-        }
+        let extended = parents(values.remove("extends"), &origin)?;
+        let place = origin.describe("extends");
         self.layers.push(Layer { origin, values });
+        for extended in extended.into_iter().rev() {
+            self.add_file(&path.parent().unwrap_or(Path::new("")).join(extended), Some(place.clone()), reading)?;
+        }
         Ok(())
     }
 
@@ -115,6 +134,9 @@ impl Layers {
         for (name, text) in &overrides.environment {
             let Some(key) = name.strip_prefix("GANTRY_").filter(|key| key.contains("__")) else { continue };
             let key = key.to_lowercase().replace("__", ".");
+            if text.contains(char::REPLACEMENT_CHARACTER) {
+                return Err(Failure::recipe(format!("environment variable {name}: its value is not UTF-8")));
+            }
             self.add_value(&key, text, Origin::Environment(name.clone()))?;
         }
         for assignment in &overrides.set {
@@ -217,6 +239,16 @@ impl Origin {
             Origin::Set(assignment) => format!("--set {assignment}"),
         }
     }
+}
+
+/// The parser's refusals that speak of its own interface, in the user's words.
+fn plain_words(message: &str) -> &str {
+    let known = [
+        ("multiple YAML documents", "the file holds several YAML documents (`---`), expected one"),
+        ("budget breached", "the file is too large or its aliases multiply beyond reason"),
+        ("recursive references", "an alias (`*name`) stands inside the value that it repeats"),
+    ];
+    known.iter().find(|(theirs, _)| message.contains(theirs)).map_or(message, |(_, ours)| ours)
 }
 
 fn name_of(path: &Path) -> String {

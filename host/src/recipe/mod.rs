@@ -28,9 +28,9 @@ pub struct Overrides {
 impl Overrides {
     /// The process's environment and the given `--set` values.
     pub fn from_process(set: Vec<String>) -> Overrides {
-        // A variable that is not UTF-8 cannot be a recipe value.
+        // A value that is not UTF-8 keeps replacement characters, by which the layers refuse it if it is one of theirs.
         let environment = std::env::vars_os()
-            .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
+            .map(|(name, value)| (name.to_string_lossy().into_owned(), value.to_string_lossy().into_owned()))
             .collect();
         Overrides { environment, set }
     }

@@ -112,7 +112,19 @@ fn bad_text_is_refused_with_its_line(#[case] more: &str, #[case] sentence: &str)
 #[case("train.micro_batch_size=3", "no multiple of `train.micro_batch_size` (3)")]
 #[case("modules.lm.grid.dp=3", "no multiple of `train.micro_batch_size` (1) times `modules.lm.grid.dp` (3)")]
 #[case("optimizer.betas=[0.9]", "`optimizer.betas` has 1 elements, expected an array of length 2")]
-#[case("optimizer.betas=[0.9, 1.0]", "`optimizer.betas` is 1, expected 0 to")]
+#[case("optimizer.betas=[0.9, 1.0]", "`optimizer.betas` is 1, expected 0 to less than 1")]
+#[case("optimizer.lr=-1", "`optimizer.lr` is -1, expected at least 0")]
+#[case("optimizer.eps=0", "`optimizer.eps` is 0, expected more than 0")]
+#[case("train.global_batch_size=1000000000000", "`train.global_batch_size` is 1000000000000, expected at most")]
+#[case("train.micro_batch_size=18446744073709551615", "`train.micro_batch_size` is 18446744073709551615, expected at")]
+#[case("train.seq_length=18446744073709551615", "`train.seq_length` is 18446744073709551615, expected at most")]
+#[case(
+    "data={paths: [], synthetic: {vocab: 9, document_length: 5, tokens: 1000000000000}}",
+    "`data.synthetic.tokens` is 1000000000000, expected at most 2147483648"
+)]
+#[case("data.exclude=['[']", "`data.exclude` has `[`, which is no glob")]
+#[case("data.extensions=[.txt]", "extensions are written without the dot: `txt`")]
+#[case("schedule={kind: wsd, wsd_decay_steps: 0}", "`schedule.wsd_decay_steps` is 0, expected at least 1")]
 #[case("optimizer.lr=.nan", "`optimizer.lr` is `.nan`, expected a number")]
 #[case("optimizer.lr=null", "`optimizer.lr` is required and has no value")]
 #[case("optimizer.min_lr=1", "`optimizer.min_lr` is 1, expected 0 to 0.001")]
@@ -140,6 +152,42 @@ fn bad_override_is_refused_by_name(#[case] assignment: &str, #[case] part: &str)
     let named = failure.sentence.starts_with("--set");
     assert!(named || failure.sentence.starts_with("recipe:"), "{}", failure.sentence);
     assert_eq!(failure.cause, Cause::Recipe);
+}
+
+#[test]
+fn files_reached_on_many_ways_are_read_once_and_count_where_they_stand_last() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = |name: &str, text: &str| std::fs::write(folder.path().join(name), text).unwrap();
+    // 2^40 ways down.
+    for i in 0..40 {
+        file(&format!("d{i}.yaml"), &format!("extends: [d{0}.yaml, d{0}.yaml]\n", i + 1));
+    }
+    file("d40.yaml", GOOD);
+    let recipe = Recipe::load(&folder.path().join("d0.yaml"), &Overrides::default()).unwrap();
+    assert_eq!(recipe.name, "tiny");
+    // base, left, base, right: base stands last before right, so it wins over left.
+    file("left.yaml", "extends: d40.yaml\nname: left\ntrain: {seed: 5, log_every: 5}\n");
+    file("right.yaml", "extends: d40.yaml\ntrain: {log_every: 6}\n");
+    file("both.yaml", "extends: [left.yaml, right.yaml]\n");
+    let recipe = Recipe::load(&folder.path().join("both.yaml"), &Overrides::default()).unwrap();
+    assert_eq!((recipe.name.as_str(), recipe.train.seed, recipe.train.log_every), ("tiny", 5, 6));
+}
+
+#[rstest]
+#[case("a: 1\n---\nb: 2\n", "several YAML documents")]
+#[case("a: &x [*x]\n", "an alias (`*name`) stands inside the value that it repeats")]
+fn yaml_that_is_no_recipe_is_refused_in_plain_words(#[case] text: &str, #[case] words: &str) {
+    let failure = Recipe::parse(text, &Overrides::default()).unwrap_err();
+    assert!(failure.sentence.contains(words), "{failure}");
+}
+
+#[test]
+fn variable_that_is_not_utf8_is_refused() {
+    let overrides = Overrides { environment: vec![("GANTRY_TRAIN__STEPS".into(), "\u{fffd}".into())], set: Vec::new() };
+    let failure = Recipe::parse(GOOD, &overrides).unwrap_err();
+    assert_eq!(failure.sentence, "environment variable GANTRY_TRAIN__STEPS: its value is not UTF-8");
+    let ours = Overrides { environment: vec![("OTHER".into(), "\u{fffd}".into())], set: Vec::new() };
+    Recipe::parse(GOOD, &ours).unwrap();
 }
 
 #[test]

@@ -17,6 +17,35 @@ pub(super) fn check(recipe: &Recipe, layers: &Layers) -> Result<()> {
     check.at_least_one("checkpoint.keep_last", recipe.checkpoint.keep_last as u64)
 }
 
+/// Ids and positions are 32-bit.
+const MAX_TOKENS: usize = i32::MAX as usize;
+/// Samples of a step: more than any run uses, and little enough to be listed.
+const MAX_BATCH: usize = 1 << 24;
+/// Made-up tokens are kept in memory, 4 bytes each.
+const MAX_SYNTHETIC_TOKENS: usize = 1 << 31;
+
+/// Whether every `[` of a glob has its `]`; the library takes one without as a plain character.
+fn classes_end(glob: &str) -> bool {
+    let mut rest = glob.chars();
+    while let Some(c) = rest.next() {
+        match c {
+            '\\' => drop(rest.next()),
+            '[' => {
+                // A `]` that stands first is one of the class.
+                let mut first = rest.next();
+                if matches!(first, Some('!' | '^')) {
+                    first = rest.next();
+                }
+                if first.is_none() || !rest.any(|c| c == ']') {
+                    return false;
+                }
+            }
+            _ => {}
+        }
+    }
+    true
+}
+
 struct Check<'a> {
     layers: &'a Layers,
 }
@@ -35,8 +64,21 @@ impl Check<'_> {
         self.ensure(value >= 1, key, || format!("`{key}` is 0, expected at least 1"))
     }
 
+    fn at_most(&self, key: &str, value: usize, most: usize) -> Result<()> {
+        self.ensure(value <= most, key, || format!("`{key}` is {value}, expected at most {most}"))
+    }
+
     fn range(&self, key: &str, value: f64, low: f64, high: f64) -> Result<()> {
-        self.ensure((low..=high).contains(&value), key, || format!("`{key}` is {value}, expected {low} to {high}"))
+        let shown = |bound: f64| match bound.abs() {
+            // Bounds at the ends of what a number can be would be hundreds of digits.
+            size if size != 0.0 && !(1e-9..1e15).contains(&size) => format!("{bound:e}"),
+            _ => bound.to_string(),
+        };
+        self.ensure((low..=high).contains(&value), key, || match (low, high) {
+            (f64::MIN_POSITIVE, f64::MAX) => format!("`{key}` is {value}, expected more than 0"),
+            (_, f64::MAX) => format!("`{key}` is {value}, expected at least {}", shown(low)),
+            _ => format!("`{key}` is {value}, expected {} to {}", shown(low), shown(high)),
+        })
     }
 
     fn name(&self, name: &str) -> Result<()> {
@@ -71,6 +113,18 @@ impl Check<'_> {
     }
 
     fn data(&self, recipe: &Recipe) -> Result<()> {
+        for glob in &recipe.data.exclude {
+            let bad = ignore::gitignore::GitignoreBuilder::new("").add_line(None, glob).err();
+            self.ensure(bad.is_none() && classes_end(glob), "data.exclude", || {
+                format!("`data.exclude` has `{glob}`, which is no glob")
+            })?;
+        }
+        for extension in &recipe.data.extensions {
+            self.ensure(!extension.starts_with('.'), "data.extensions", || {
+                let plain = extension.trim_start_matches('.');
+                format!("`data.extensions` has `{extension}`; extensions are written without the dot: `{plain}`")
+            })?;
+        }
         match (&recipe.data.synthetic, recipe.data.paths.is_empty()) {
             (None, true) => {
                 let sentence = "neither `data.paths` nor `data.synthetic` is given".to_string();
@@ -86,6 +140,7 @@ impl Check<'_> {
                     format!("`data.synthetic.vocab` is {vocab}, expected 2 to {}", i32::MAX)
                 })?;
                 self.at_least_one("data.synthetic.tokens", synthetic.tokens as u64)?;
+                self.at_most("data.synthetic.tokens", synthetic.tokens, MAX_SYNTHETIC_TOKENS)?;
                 let length = synthetic.document_length;
                 self.ensure((1..=1 << 30).contains(&length), "data.synthetic.document_length", || {
                     format!("`data.synthetic.document_length` is {length}, expected 1 to {}", 1 << 30)
@@ -101,6 +156,9 @@ impl Check<'_> {
         self.at_least_one("train.micro_batch_size", train.micro_batch_size as u64)?;
         self.at_least_one("train.global_batch_size", train.global_batch_size as u64)?;
         self.at_least_one("train.log_every", train.log_every)?;
+        self.at_most("train.seq_length", train.seq_length, MAX_TOKENS)?;
+        self.at_most("train.micro_batch_size", train.micro_batch_size, MAX_BATCH)?;
+        self.at_most("train.global_batch_size", train.global_batch_size, MAX_BATCH)?;
         let (global, micro) = (train.global_batch_size, train.micro_batch_size);
         self.ensure(global.is_multiple_of(micro), "train.global_batch_size", || {
             format!("`train.global_batch_size` ({global}) is no multiple of `train.micro_batch_size` ({micro})")
@@ -114,7 +172,7 @@ impl Check<'_> {
                 )
             })?;
         }
-        let tokens = train.seq_length.checked_mul(micro).filter(|&tokens| tokens < i32::MAX as usize);
+        let tokens = train.seq_length.checked_mul(micro).filter(|&tokens| tokens < MAX_TOKENS);
         self.ensure(tokens.is_some(), "train.seq_length", || {
             format!("a micro-batch of {micro} x {} tokens does not fit 32-bit positions", train.seq_length)
         })?;
@@ -132,7 +190,9 @@ impl Check<'_> {
         self.range("optimizer.lr", optimizer.lr, 0.0, f64::MAX)?;
         self.range("optimizer.min_lr", optimizer.min_lr, 0.0, optimizer.lr)?;
         for beta in optimizer.betas {
-            self.range("optimizer.betas", beta, 0.0, 1.0 - f64::EPSILON)?;
+            self.ensure((0.0..1.0).contains(&beta), "optimizer.betas", || {
+                format!("`optimizer.betas` is {beta}, expected 0 to less than 1")
+            })?;
         }
         self.range("optimizer.eps", optimizer.eps, f64::MIN_POSITIVE, f64::MAX)?;
         self.range("optimizer.weight_decay", optimizer.weight_decay, 0.0, f64::MAX)?;
@@ -155,8 +215,13 @@ impl Check<'_> {
                 return Err(self.refuse("schedule.kind", sentence));
             }
             (ScheduleKind::Wsd, Some(steps)) => {
+                // As above, a trial run may be shorter than the decay.
+                let most = match schedule.decay_steps {
+                    Some(decay) => format!("1 to `schedule.decay_steps` ({decay})"),
+                    None => "at least 1".into(),
+                };
                 self.ensure((1..=decay).contains(&steps), "schedule.wsd_decay_steps", || {
-                    format!("`schedule.wsd_decay_steps` is {steps}, expected 1 to `schedule.decay_steps` ({decay})")
+                    format!("`schedule.wsd_decay_steps` is {steps}, expected {most}")
                 })?;
             }
             (_, Some(_)) => {

@@ -51,6 +51,14 @@ pub fn spec(recipe: &Recipe, plugins: PluginSet, ranks: Option<usize>) -> Result
                 of_one.ranks()
             )));
         }
+        (None, Some(ranks)) if !ranks.is_multiple_of(of_one.ranks()) => {
+            return Err(Error::recipe(format!(
+                "--ranks {ranks} is no multiple of what modules.{name}.grid needs: tp {} x pp {} = {} ranks",
+                grid.tp,
+                grid.pp,
+                of_one.ranks()
+            )));
+        }
         (None, Some(ranks)) => ranks / of_one.ranks(),
     };
     let built = Grid { dp, ..of_one };
