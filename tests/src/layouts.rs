@@ -24,7 +24,7 @@ pub fn hybrid() -> Value {
         "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 6, "ffn_hidden_size": 20,
         "num_moe_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 12,
         "moe_shared_expert_intermediate_size": 8, "moe_router_topk_scaling_factor": 2.5,
-        "moe_aux_loss_coeff": 0.05, "moe_seq_aux_loss_coeff": 0.03,
+        "moe_aux_loss_coeff": 0.05, "moe_seq_aux_loss_coeff": 0.03, "moe_global_aux_loss_coeff": 0.04,
         "moe_z_loss_coeff": 0.01,
         "moe_router_enable_expert_bias": true, "moe_router_bias_update_rate": 0.01,
         "init_method_std": 0.3,

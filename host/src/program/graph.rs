@@ -198,6 +198,8 @@ pub struct LossTerm {
 pub struct Load {
     /// Buffer entry the counts belong to, if the router has a bias.
     pub buffer: Option<usize>,
+    /// Buffer entry that follows each expert's share, if the router has one.
+    pub share: Option<usize>,
     /// i32 [experts].
     pub counts: ValueId,
     /// Counts cover this rank's tokens only and are summed over tp.

@@ -254,14 +254,20 @@ impl<T: Element> Rank<T> {
         }
         for (at, load) in program.graph.loads.iter().enumerate() {
             let counts = program.get_int(&live.arena, load.counts);
-            // Routers without a bias buffer keep their load under a number no buffer has.
-            let key = load.buffer.unwrap_or(usize::MAX - at);
-            let (sum, seq) = self.loads.entry(key).or_insert_with(|| (vec![0.0; counts.len()], load.seq));
-            *seq = load.seq;
-            if sum.len() < counts.len() {
-                sum.resize(counts.len(), 0.0);
+            // Routers without a buffer keep their load under a number no buffer has.
+            let number = usize::MAX - at;
+            let keys = match (load.buffer, load.share) {
+                (None, None) => [Some(number), None],
+                keys => [keys.0, keys.1],
+            };
+            for key in keys.into_iter().flatten() {
+                let (sum, seq) = self.loads.entry(key).or_insert_with(|| (vec![0.0; counts.len()], load.seq));
+                *seq = load.seq;
+                if sum.len() < counts.len() {
+                    sum.resize(counts.len(), 0.0);
+                }
+                sum.iter_mut().zip(counts).for_each(|(sum, &n)| *sum += f64::from(n));
             }
-            sum.iter_mut().zip(counts).for_each(|(sum, &n)| *sum += f64::from(n));
         }
         finite
     }
@@ -385,23 +391,23 @@ impl<T: Element> Rank<T> {
         Ok(norm)
     }
 
-    /// bias += rate * sign(mean load - load), over the experts that were there.
+    /// Buffers that follow the load: bias += rate * sign(mean load - load) over the experts that were there, or each
+    /// expert's share of it.
     fn update_buffers(&mut self) {
         for (index, entry) in self.model.table.buffers.iter().enumerate() {
-            let (BufferUpdate::ExpertBias { rate }, Some((load, _))) = (entry.update, self.loads.get(&index)) else {
-                continue;
-            };
-            let mean = load.iter().sum::<f64>() / load.len().max(1) as f64;
-            let bias = &mut self.buffers[entry.stored.offset..][..entry.stored.len];
-            for (bias, &load) in bias.iter_mut().zip(load) {
-                let sign = if load < mean {
-                    1.0
-                } else if load > mean {
-                    -1.0
-                } else {
-                    0.0
-                };
-                *bias += T::of(rate * sign);
+            let Some((load, _)) = self.loads.get(&index) else { continue };
+            let sum = load.iter().sum::<f64>();
+            let mean = sum / load.len().max(1) as f64;
+            let buffer = &mut self.buffers[entry.stored.offset..][..entry.stored.len];
+            for (value, &load) in buffer.iter_mut().zip(load) {
+                match entry.update {
+                    BufferUpdate::ExpertBias { rate } => {
+                        let sign = if load == mean { 0.0 } else { (mean - load).signum() };
+                        *value += T::of(rate * sign);
+                    }
+                    BufferUpdate::LoadShare if sum > 0.0 => *value = T::of(load / sum),
+                    _ => {}
+                }
             }
         }
     }

@@ -4,7 +4,7 @@
 //! several. Tensors are passed by value: they are handles.
 
 use super::cx::{Cx, Operand, Tensor};
-use super::{Error, Result};
+use super::{BufferId, Error, Result};
 use crate::ops::{self, Act, Reduction};
 
 /// What a router chose: probs [tokens, topk] and expert indices i32 [tokens, topk].
@@ -152,6 +152,24 @@ impl Cx {
         attrs: ops::MoeRoute,
     ) -> Result<Routing> {
         let [probs, indices] = self.op(path, &attrs, &[logits, bias.resolve(self)?])?;
+        Ok(Routing { probs, indices })
+    }
+
+    /// [`ops::MoeRoute`] with a balancing loss over the whole batch: `share` [experts] is a buffer that follows each
+    /// expert's share of the load.
+    pub fn moe_route_balanced(
+        &self,
+        path: &str,
+        logits: Tensor,
+        bias: Option<BufferId>,
+        share: impl Operand,
+        attrs: ops::MoeRoute,
+    ) -> Result<Routing> {
+        let share = share.resolve(self)?;
+        let [probs, indices] = match bias {
+            Some(bias) => self.op(path, &attrs, &[logits, bias.resolve(self)?, share])?,
+            None => self.op(path, &attrs, &[logits, share])?,
+        };
         Ok(Routing { probs, indices })
     }
 

@@ -89,6 +89,9 @@ pub struct Config {
     /// Coefficient of the loss that balances experts over the tokens of each sequence.
     #[serde(default)]
     pub moe_seq_aux_loss_coeff: f64,
+    /// Coefficient of the balancing loss against the load of the whole batch of the step before.
+    #[serde(default)]
+    pub moe_global_aux_loss_coeff: f64,
     /// Coefficient of the mean squared logsumexp of the router's logits.
     #[serde(default)]
     pub moe_z_loss_coeff: f64,

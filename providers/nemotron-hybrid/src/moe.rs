@@ -59,6 +59,7 @@ impl Sizes {
                 seq_aux_loss: coefficient(config.moe_seq_aux_loss_coeff, "moe_seq_aux_loss_coeff")?,
                 z_loss: coefficient(config.moe_z_loss_coeff, "moe_z_loss_coeff")?,
                 capacity_factor,
+                global_aux_loss: coefficient(config.moe_global_aux_loss_coeff, "moe_global_aux_loss_coeff")?,
             },
             bias_rate: config.moe_router_enable_expert_bias.then_some(rate),
         })
@@ -100,6 +101,11 @@ impl Sizes {
                     |buffer| buffer.updated_by(BufferUpdate::ExpertBias { rate }),
                 )
             }),
+            share: (self.route.global_aux_loss != 0.0).then(|| {
+                let even = Init::Constant(1.0 / self.experts as f64);
+                let name = "mlp.router.load_share";
+                b.buffer(name, name, [experts()], even, |buffer| buffer.updated_by(BufferUpdate::LoadShare))
+            }),
             fc1: b.param(
                 "mlp.experts.linear_fc1.weight{experts}",
                 up,
@@ -128,6 +134,8 @@ pub struct Moe {
     norm: ParamId,
     router: ParamId,
     bias: Option<BufferId>,
+    /// Share of the load of each expert, for the global balancing loss.
+    share: Option<BufferId>,
     fc1: ParamId,
     fc2: ParamId,
     shared: Option<Mlp>,
@@ -148,9 +156,10 @@ impl Moe {
 
     fn experts(&self, cx: &Cx, h: Tensor) -> Result<Tensor> {
         let logits = cx.role(Role::RouterLogits, cx.linear("mlp.router", h, self.router)?)?;
-        let routing = match self.bias {
-            Some(bias) => cx.moe_route_biased("mlp.router.topk", logits, bias, self.route.clone())?,
-            None => cx.moe_route("mlp.router.topk", logits, self.route.clone())?,
+        let routing = match (self.share, self.bias) {
+            (Some(share), bias) => cx.moe_route_balanced("mlp.router.topk", logits, bias, share, self.route.clone())?,
+            (None, Some(bias)) => cx.moe_route_biased("mlp.router.topk", logits, bias, self.route.clone())?,
+            (None, None) => cx.moe_route("mlp.router.topk", logits, self.route.clone())?,
         };
         let h = cx.role(Role::ExpertInput, h)?;
         let slots = cx.moe_permute("mlp.permute", h, routing, self.fc1)?;

@@ -16,6 +16,7 @@ use crate::program::dims::{Dim, Segment};
 use crate::program::graph::{Collective, Load, LossTerm, Value, ValueId};
 use crate::program::recorder::Recorder;
 use crate::program::states::StateKey;
+use gantry_kernels::cpu::elementwise::Scale;
 use gantry_kernels::cpu::moe_route::{
     RouteBackward, RouteForward, RouteShape, RouterLoss, RouterLossBackward, RouterLossShape, RouterStats, Score,
 };
@@ -23,10 +24,15 @@ use gantry_plugin_api::ops::{MoeRoute, ScoreFn};
 
 pub static OPS: &[&dyn HostOp] = &[&Typed(record as fn(&mut Recorder<'_>, MoeRoute, &[ValueId]) -> Result<Results>)];
 
-/// Inputs: logits [tokens, experts]; optional bias buffer [experts]. Outputs: probs [tokens, topk], indices i32
+/// Inputs: logits [tokens, experts]; optional bias buffer [experts]; buffer of shares [experts] for the global loss. Outputs: probs [tokens, topk], indices i32
 /// [tokens, topk], negative where an assignment was dropped.
 pub fn record(cx: &mut Recorder<'_>, attrs: MoeRoute, inputs: &[ValueId]) -> Result<Results> {
-    cx.arity(inputs, 1..=2)?;
+    let global = attrs.global_aux_loss != 0.0;
+    cx.arity(inputs, 1 + usize::from(global)..=2 + usize::from(global))?;
+    let (share, inputs) = match inputs.split_last() {
+        Some((&share, rest)) if global => (Some(share), rest),
+        _ => (None, inputs),
+    };
     let x = if attrs.capacity_factor > 0.0 { cx.replicated(inputs[0])? } else { cx.summed(inputs[0])? };
     let bias = inputs.get(1).copied();
     let last = cx.value(x).last().clone();
@@ -36,12 +42,13 @@ pub fn record(cx: &mut Recorder<'_>, attrs: MoeRoute, inputs: &[ValueId]) -> Res
     if experts.sharded() {
         return Err(cx.error(format!("{last}: every rank needs the logits of all experts")));
     }
-    if let Some(bias) = bias {
-        let b = cx.value(bias);
+    for (what, buffer) in [("the bias", bias), ("the share of the load", share)] {
+        let Some(buffer) = buffer else { continue };
+        let b = cx.value(buffer);
         if b.len() != last.local() || !b.contiguous() {
-            return Err(cx.error(format!("the bias must be [{last}], not {}", b.text())));
+            return Err(cx.error(format!("{what} must be [{last}], not {}", b.text())));
         }
-        cx.same_dim("bias and logits", b.last(), &last)?;
+        cx.same_dim("a router's buffer and its logits", b.last(), &last)?;
     }
     let state = experts.axis.and_then(|axis| cx.cx.states.get(axis)).cloned();
     let (x, active, q) = match state {
@@ -52,10 +59,13 @@ pub fn record(cx: &mut Recorder<'_>, attrs: MoeRoute, inputs: &[ValueId]) -> Res
         Some(StateKey::Soft { .. }) => (x, experts.local(), soft_mask(cx, experts)?),
         _ => (x, experts.local(), None),
     };
-    let results = choose(cx, &attrs, x, bias, active, q)?;
+    let results = choose(cx, &attrs, x, [bias, share], active, q)?;
     let coefficients = [attrs.aux_loss, attrs.seq_aux_loss, attrs.z_loss];
     if cx.needs_grad(&[x]) && coefficients.iter().any(|c| *c != 0.0) {
-        auxiliary_loss(cx, &attrs, x, active, coefficients)?;
+        auxiliary_loss(cx, &attrs, x, active, coefficients, None)?;
+    }
+    if cx.needs_grad(&[x]) && global {
+        auxiliary_loss(cx, &attrs, x, active, [attrs.global_aux_loss, 0.0, 0.0], share)?;
     }
     Ok(results)
 }
@@ -79,7 +89,7 @@ fn choose(
     cx: &mut Recorder<'_>,
     attrs: &MoeRoute,
     x: ValueId,
-    bias: Option<ValueId>,
+    [bias, share]: [Option<ValueId>; 2],
     active: usize,
     q: Option<ValueId>,
 ) -> Result<Results> {
@@ -115,8 +125,9 @@ fn choose(
     cx.node(RouteGrad { x, q, probs, indices, shape }, &[probs]);
     if cx.needs_grad(&[x]) {
         cx.g.pin(counts);
-        let buffer = bias.and_then(|bias| cx.value(bias).param);
-        cx.g.loads.push(Load { buffer, counts, seq: v.seq });
+        let entry = |buffer: Option<ValueId>| buffer.and_then(|buffer| cx.value(buffer).param);
+        let load = Load { buffer: entry(bias), share: entry(share), counts, seq: v.seq };
+        cx.g.loads.push(load);
     }
     Ok(Results::from_iter([probs, indices]))
 }
@@ -143,13 +154,15 @@ impl Backward for RouteGrad {
     }
 }
 
-/// Puts the auxiliary losses of one router on the objective and their values among the metrics.
+/// Puts the auxiliary losses of one router on the objective and their values among the metrics. With a `share` of the load
+/// given, the first is against it instead of against this micro-batch's own top-k.
 fn auxiliary_loss(
     cx: &mut Recorder<'_>,
     attrs: &MoeRoute,
     x: ValueId,
     active: usize,
     coefficients: [f64; 3],
+    share: Option<ValueId>,
 ) -> Result<()> {
     let per_sequence = coefficients[1] != 0.0;
     let x = if per_sequence { cx.replicated(x)? } else { x };
@@ -180,6 +193,24 @@ fn auxiliary_loss(
     if v.seq {
         cx.g.emit_collective(Collective::AllReduce, stats, stats, shape.groups() * shape.width());
     }
+    if let Some(share) = share {
+        // The sums of the top-k indicator, columns experts .. 2 experts of the only group: share of all assignments.
+        let all = cx.value(stats).clone();
+        let counts = cx.g.push_value(Value { offset: shape.experts, cols: shape.experts, ..all });
+        let assignments = (shape.k * cx.cx.tokens) as f64;
+        let (rows, cols) = (1, shape.experts);
+        let kernel = Scale {
+            rows,
+            cols,
+            ld_x: cols,
+            ld_y: cols,
+            factor: assignments,
+            scalar: false,
+            acc: false,
+            in_place: false,
+        };
+        cx.g.emit(kernel, &[share], &[counts], &[], &[]);
+    }
     let loss = cx.fresh("aux_loss", one("loss"), false, true);
     let metrics = cx.fresh("router_metrics", [Dim::plain("metrics", 3)], false, false);
     cx.g.emit(RouterLoss { shape, coefficients }, &[stats], &[loss, metrics], &[], &[]);
@@ -188,7 +219,8 @@ fn auxiliary_loss(
     cx.g.pin(loss);
     cx.g.pin(metrics);
     cx.g.losses.push(LossTerm { name: "moe_aux_loss".into(), value: loss, seed });
-    let names = ["load_balancing_loss", "seq_load_balancing_loss", "z_loss"];
+    let first = if share.is_some() { "global_load_balancing_loss" } else { "load_balancing_loss" };
+    let names = [first, "seq_load_balancing_loss", "z_loss"];
     for (i, (name, coefficient)) in names.into_iter().zip(coefficients).enumerate() {
         if coefficient != 0.0 {
             let all = cx.value(metrics).clone();

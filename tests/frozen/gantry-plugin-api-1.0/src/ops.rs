@@ -241,7 +241,8 @@ operators! {
         /// Pairs (2i, 2i+1) instead of (i, i + dim/2).
         interleaved: bool = false,
     }
-    /// Top-k routing with auxiliary losses. Inputs: logits [tokens, experts]; optional bias buffer [experts].
+    /// Top-k routing with auxiliary losses. Inputs: logits [tokens, experts]; optional bias buffer [experts]; last, if
+    /// `global_aux_loss` is not 0, the buffer [experts] of each expert's share of the load.
     /// Outputs: probs [tokens, topk], indices i32 [tokens, topk].
     MoeRoute = 12 v 1 "moe_route" {
         topk: u64 = 1,
@@ -255,6 +256,9 @@ operators! {
         z_loss: f64 = 0.0,
         /// Tokens an expert takes, as a multiple of tokens * topk / experts; 0 means no limit.
         capacity_factor: f64 = 0.0,
+        /// Balancing loss against the load of the whole batch of the step before, over all micro-batches and ranks:
+        /// experts * sum_e share_e * mean_t score[t, e] / sum of scores.
+        global_aux_loss: f64 = 0.0,
     }
     /// Sorts tokens by expert. Inputs: x [tokens, channels], probs, indices [tokens, topk], a parameter stacked over the
     /// experts (names the axis). Outputs: xs [slots, channels], row probs [slots], offsets i32 [experts + 1],

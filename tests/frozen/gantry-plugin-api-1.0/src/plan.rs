@@ -189,6 +189,8 @@ pub enum BufferUpdate {
     None,
     /// bias += rate * sign(mean load - load), loads summed over all micro-batches and data-parallel ranks.
     ExpertBias { rate: f64 },
+    /// Each expert's share of the step's load, summed as for `ExpertBias`.
+    LoadShare,
 }
 
 /// An input or output of the model.

@@ -15,6 +15,7 @@ const ROUTE: MoeRoute = MoeRoute {
     seq_aux_loss: 0.0,
     z_loss: 0.0,
     capacity_factor: 0.0,
+    global_aux_loss: 0.0,
 };
 
 /// A whole mixture of experts: router with bias, two expert layers with a row weight between, and back. Outputs are the
@@ -40,7 +41,9 @@ fn layer(route: MoeRoute, settings: Vec<AxisSetting>) -> OpTest {
         forward: Box::new(move |cx, inputs| {
             let (router, fc1, fc2) = (cx.param_value(0)?, cx.param_value(1)?, cx.param_value(2)?);
             let logits = linear::record(cx, Default::default(), &[inputs[0], router])?[0];
-            let route = record(cx, route.clone(), &[logits, inputs[1]])?;
+            // The load's share is a constant to the loss; any numbers do, so the bias stands in for it.
+            let share = if route.global_aux_loss != 0.0 { &inputs[1..2] } else { &[] };
+            let route = record(cx, route.clone(), &[&[logits, inputs[1]], share].concat())?;
             let sorted = moe_permute::permute(cx, Default::default(), &[inputs[0], route[0], route[1], fc1])?;
             let (xs, weight, offsets) = (sorted[0], sorted[1], sorted[2]);
             let h = grouped_linear::record(cx, Default::default(), &[xs, fc1, offsets])?[0];
@@ -80,6 +83,16 @@ fn auxiliary_losses(#[case] route: MoeRoute) {
     let test = layer(route, vec![]);
     assert_eq!(test.run(Grid::SINGLE)["y1"].len(), 1);
     test.check();
+}
+
+/// Shares are data of the step before: no gradient flows to them, only to what is balanced.
+#[test]
+fn a_loss_against_shares_of_the_load() {
+    let test = layer(MoeRoute { global_aux_loss: 0.6, ..ROUTE }, vec![]);
+    test.check_gradients_of(&["x", "router", "fc1", "fc2"]);
+    test.check_parity();
+    let plain = single(ROUTE, vec![]);
+    assert!(relative_l2(&plain["d.router"], &test.run(Grid::SINGLE)["d.router"]) > 1e-3);
 }
 
 #[rstest]
