@@ -27,7 +27,7 @@ pub fn hybrid() -> Value {
         "moe_aux_loss_coeff": 0.05, "moe_seq_aux_loss_coeff": 0.03, "moe_global_aux_loss_coeff": 0.04,
         "moe_z_loss_coeff": 0.01,
         "moe_router_enable_expert_bias": true, "moe_router_bias_update_rate": 0.01,
-        "init_method_std": 0.3,
+        "add_bias_linear": true, "init_method_std": 0.3,
     })
 }
 

@@ -57,6 +57,8 @@ fn objective(team: &Team<f64>, batch: &Arc<Batch>, h: f64) -> (f64, f64) {
 #[case("nemotron-hybrid", json!({}))]
 #[case("nemotron-hybrid", json!({"activation": "swiglu"}))]
 #[case("nemotron-hybrid", json!({"activation": "gelu"}))]
+#[case("nemotron-hybrid", json!({"add_bias_linear": true}))]
+#[case("nemotron-hybrid", json!({"moe_global_aux_loss_coeff": 0.3}))]
 #[case("nemotron-hybrid", json!({"position_embedding_type": "rope"}))]
 #[case("nemotron-hybrid", json!({"position_embedding_type": "rope", "rotary_percent": 0.34, "kv_channels": 12}))]
 #[case("nemotron-hybrid", json!({"share_embeddings_and_output_weights": true}))]

@@ -1,7 +1,7 @@
 //! `*`: grouped-query attention, causal within each sequence; no positions unless rotary ones are asked for.
 
 use crate::config::{Config, PositionEmbedding, divides, needed, positive, within};
-use crate::declare::{BlockDeclaration, hidden};
+use crate::declare::{BlockDeclaration, Linear, hidden};
 use crate::pattern::LayerKind;
 use gantry_plugin_api::ops::{self, Role, Rope};
 use gantry_plugin_api::plan::{Axis, Layout};
@@ -62,8 +62,8 @@ impl Sizes {
         let (normal, scaled) = (b.normal(), b.scaled());
         Attention {
             norm: b.norm("self_attention.linear_qkv.layer_norm_weight", "norm.weight"),
-            qkv: b.param("self_attention.linear_qkv.weight", "mixer.{part}_proj.weight", [qkv, hidden()], normal),
-            proj: b.param("self_attention.linear_proj.weight", "mixer.o_proj.weight", [hidden(), queries()], scaled),
+            qkv: b.linear("self_attention.linear_qkv", "mixer.{part}_proj", [qkv, hidden()], normal),
+            proj: b.linear("self_attention.linear_proj", "mixer.o_proj", [hidden(), queries()], scaled),
             rope: self.rope.clone(),
         }
     }
@@ -86,8 +86,8 @@ fn rope(config: &Config, head_dim: usize) -> Result<Rope> {
 #[derive(Clone, Debug)]
 pub struct Attention {
     norm: ParamId,
-    qkv: ParamId,
-    proj: ParamId,
+    qkv: Linear,
+    proj: Linear,
     rope: Option<Rope>,
 }
 
@@ -95,12 +95,12 @@ impl Attention {
     /// What the layer adds to the residual stream: x [tokens, hidden] to [tokens, hidden].
     pub fn forward(&self, cx: &Cx, x: Tensor, eps: f64) -> Result<Tensor> {
         let h = cx.rms_norm("self_attention.linear_qkv.norm", x, self.norm, eps)?;
-        let qkv = cx.linear("self_attention.linear_qkv", h, self.qkv)?;
+        let qkv = self.qkv.apply(cx, "self_attention.linear_qkv", h)?;
         let mut qkv = cx.role(Role::AttentionProjection, qkv)?;
         if let Some(rope) = &self.rope {
             qkv = cx.rope("self_attention.rope", qkv, rope.clone())?;
         }
         let heads = cx.attention("self_attention.core_attention", qkv, ops::Attention::default())?;
-        cx.linear("self_attention.linear_proj", cx.role(Role::MixerCore, heads)?, self.proj)
+        self.proj.apply(cx, "self_attention.linear_proj", cx.role(Role::MixerCore, heads)?)
     }
 }

@@ -33,6 +33,9 @@ pub struct Config {
 
     /// Hidden channels of MLP layers.
     pub ffn_hidden_size: Option<usize>,
+    /// Attention, MLPs and the shared expert have biases; Mamba layers and routed experts have none.
+    #[serde(default)]
+    pub add_bias_linear: bool,
     /// Function of MLPs and experts.
     #[serde(default)]
     pub activation: Activation,

@@ -1,7 +1,7 @@
 //! The plan under construction: the parameters of one block after the other.
 
 use gantry_plugin_api::plan::{Axis, Block, Buffer, Init, Layout, ModelPlan, Param};
-use gantry_plugin_api::sdk::{BufferId, ParamId};
+use gantry_plugin_api::sdk::{BufferId, Cx, ParamId, Result, Tensor};
 
 /// The axis that the residual stream's channels are units of.
 pub const HIDDEN: &str = "hidden";
@@ -18,12 +18,15 @@ pub struct Declaration {
     pub normal: Init,
     /// Initial values of projections onto the residual stream, smaller the more of them add up.
     pub scaled: Init,
+    /// Whether projections have biases.
+    pub bias: bool,
 }
 
 impl Declaration {
     /// `layers` is the number of layers of the whole model.
-    pub fn new(init_method_std: f64, layers: usize) -> Declaration {
+    pub fn new(init_method_std: f64, layers: usize, bias: bool) -> Declaration {
         Declaration {
+            bias,
             plan: ModelPlan::default(),
             normal: Init::Normal { std: init_method_std },
             scaled: Init::Normal { std: init_method_std / (2.0 * layers as f64).sqrt() },
@@ -83,6 +86,19 @@ impl BlockDeclaration<'_> {
         self.declaration.plan.add_param(properties(param))
     }
 
+    /// A projection called PATH.name, with a bias if the model's have one; `dims` are [out, in].
+    pub fn linear(&mut self, name: &str, hf_name: &str, dims: [Layout; 2], init: Init) -> Linear {
+        let of = |part: &str| (format!("{name}.{part}"), format!("{hf_name}.{part}"));
+        let out = dims[0].clone();
+        let (weight_name, weight_hf_name) = of("weight");
+        let weight = self.param(&weight_name, &weight_hf_name, dims, init);
+        let bias = self.declaration.bias.then(|| {
+            let (name, hf_name) = of("bias");
+            self.param(&name, &hf_name, [out], Init::Zeros)
+        });
+        Linear { weight, bias }
+    }
+
     /// The weight of an RMS norm over the residual stream.
     pub fn norm(&mut self, name: &str, hf_name: &str) -> ParamId {
         self.param(name, hf_name, [hidden()], Init::Ones)
@@ -103,4 +119,21 @@ impl BlockDeclaration<'_> {
 
 fn join(path: &str, name: &str) -> String {
     if path.is_empty() { name.into() } else { format!("{path}.{name}") }
+}
+
+/// A projection.
+#[derive(Clone, Copy, Debug)]
+pub struct Linear {
+    weight: ParamId,
+    bias: Option<ParamId>,
+}
+
+impl Linear {
+    /// x [tokens, in] to [tokens, out].
+    pub fn apply(&self, cx: &Cx, path: &str, x: Tensor) -> Result<Tensor> {
+        match self.bias {
+            Some(bias) => cx.linear_bias(path, x, self.weight, bias),
+            None => cx.linear(path, x, self.weight),
+        }
+    }
 }

@@ -66,7 +66,7 @@ enum Layer {
 
 impl NemotronHybrid {
     fn declare(&self) -> Result<(ModelPlan, Blocks)> {
-        let mut d = Declaration::new(self.config.init_method_std, self.layers.len());
+        let mut d = Declaration::new(self.config.init_method_std, self.layers.len(), self.config.add_bias_linear);
         d.axes([Axis::new(HIDDEN, self.config.hidden_size).elastic()]);
         d.axes([Axis::new("vocab", self.config.vocab_size).tensor_parallel()]);
         d.axes(self.mamba.iter().flat_map(|sizes| sizes.axes()));

@@ -1,7 +1,7 @@
 //! `-`: an MLP, fc2(f(fc1 x)); and the function f, which experts share.
 
 use crate::config::{Activation, Config, needed};
-use crate::declare::{BlockDeclaration, hidden};
+use crate::declare::{BlockDeclaration, Linear, hidden};
 use crate::pattern::LayerKind;
 use gantry_plugin_api::ops::{Act, Role};
 use gantry_plugin_api::plan::{Axis, Layout};
@@ -61,8 +61,8 @@ impl Sizes {
 /// Parameters of two projections with a function between them.
 #[derive(Clone, Copy, Debug)]
 pub struct Mlp {
-    fc1: ParamId,
-    fc2: ParamId,
+    fc1: Linear,
+    fc2: Linear,
     activation: Activation,
     role: Role,
 }
@@ -83,15 +83,15 @@ impl Mlp {
             Activation::SquaredRelu | Activation::Gelu => "up_proj",
         };
         Mlp {
-            fc1: b.param(
-                &format!("{path}.linear_fc1.weight"),
-                &format!("{hf_path}.{up}.weight"),
+            fc1: b.linear(
+                &format!("{path}.linear_fc1"),
+                &format!("{hf_path}.{up}"),
                 [activation.rows(channels), hidden()],
                 normal,
             ),
-            fc2: b.param(
-                &format!("{path}.linear_fc2.weight"),
-                &format!("{hf_path}.down_proj.weight"),
+            fc2: b.linear(
+                &format!("{path}.linear_fc2"),
+                &format!("{hf_path}.down_proj"),
                 [hidden(), channels()],
                 scaled,
             ),
@@ -102,8 +102,8 @@ impl Mlp {
 
     /// h [tokens, hidden] to [tokens, hidden]; calls are named under `path`.
     pub fn forward(&self, cx: &Cx, path: &str, h: Tensor) -> Result<Tensor> {
-        let h = cx.linear(&format!("{path}.linear_fc1"), h, self.fc1)?;
+        let h = self.fc1.apply(cx, &format!("{path}.linear_fc1"), h)?;
         let h = self.activation.apply(cx, &format!("{path}.activation"), h, None)?;
-        cx.linear(&format!("{path}.linear_fc2"), cx.role(self.role, h)?, self.fc2)
+        self.fc2.apply(cx, &format!("{path}.linear_fc2"), cx.role(self.role, h)?)
     }
 }
