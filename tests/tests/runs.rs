@@ -305,8 +305,14 @@ fn inspect_describes_good_and_bad_plugins() {
     let misbehaving = fixture("misbehave");
     let path = misbehaving.to_str().unwrap();
     let output = runs.gantry(&["inspect", path, "--json", "--set", "how=plan_panic"]);
-    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
-    assert!(report["models"]["misbehave"]["refused"].as_str().unwrap().contains("panic"), "{report}");
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(3), "{stderr}");
+    assert!(stderr.contains("panicked in plan"), "{stderr}");
+    // What the user sets must name a model.
+    let output = runs.gantry(&["inspect", "nemotron-hybrid", "--set", "foo=1"]);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{stderr}");
+    assert!(output.stdout.is_empty() && stderr.contains("unknown key \"foo\""), "{stderr}");
 }
 
 #[test]

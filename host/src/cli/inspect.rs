@@ -4,7 +4,7 @@
 //! the configuration; they are shown for the defaults, changed by `--set`, where the provider accepts that.
 
 use super::{args, print};
-use crate::failure::{Failure, Result};
+use crate::failure::{Cause, Failure, Result};
 use crate::plugin::{PluginFile, PluginSet, Search, inspect::Inspection};
 use gantry_plugin_api::plan::{Layout, ModelPlan, ProviderKind};
 use serde::{Deserialize, Serialize};
@@ -65,16 +65,22 @@ fn describe(file: &PluginFile, search: &Search, config: &Value) -> Result<Report
     let plugin = crate::plugin::inspect::inspect(file, search)?;
     let mut set = PluginSet::default();
     set.add_file(&PluginFile { allow_writable: true, ..file.clone() })?;
+    let given = config.as_object().is_some_and(|config| !config.is_empty());
     let models = plugin
         .providers
         .iter()
         .filter(|provider| provider.kind == ProviderKind::Model)
         .map(|provider| {
             let plan = set.provider(&provider.name, config).and_then(|instance| instance.plan());
-            let model = plan.map_or_else(|error| Model::Refused(error.to_string()), |plan| Model::Plan(Box::new(plan)));
-            (provider.name.clone(), model)
+            let model = match plan {
+                Ok(plan) => Model::Plan(Box::new(plan)),
+                // Without a word from the user the defaults may name no model; what the user sets must.
+                Err(error) if given => return Err(Failure::from(error)),
+                Err(error) => Model::Refused(error.to_string()),
+            };
+            Ok((provider.name.clone(), model))
         })
-        .collect();
+        .collect::<Result<_>>()?;
     Ok(Report { plugin, path: file.path.display().to_string(), models })
 }
 
@@ -90,9 +96,11 @@ fn ask_child(file: &PluginFile, set: &[String]) -> Result<Report> {
     let said = String::from_utf8_lossy(&output.stderr);
     if !output.status.success() {
         // What the child says about a plugin in so many words is the answer.
-        if let (Some(sentence), Some(2..=6)) = (said.strip_prefix("error: "), output.status.code()) {
+        let causes = [Cause::Recipe, Cause::Plugin, Cause::Data, Cause::Numerical, Cause::Communication];
+        let cause = causes.into_iter().find(|cause| output.status.code() == Some(*cause as i32));
+        if let (Some(sentence), Some(cause)) = (said.strip_prefix("error: "), cause) {
             let mut lines = sentence.lines().map(|line| line.trim().to_string());
-            let mut failure = Failure::plugin(lines.next().unwrap_or_default());
+            let mut failure = Failure::new(cause, lines.next().unwrap_or_default());
             failure.details = lines.collect();
             return Err(failure);
         }

@@ -12,8 +12,12 @@ pub enum PluginError {
     #[error("no plugin for \"{name}\": {file} is in none of the {} places looked at", .looked.len())]
     NotFound { name: String, file: String, looked: Vec<PathBuf> },
 
-    #[error("{}: others than its owner may write to this plugin (mode {mode:03o})", .path.display())]
+    /// Of the file, or of the folder that it lies in.
+    #[error("{}: others than its owner may write to this plugin or its folder (mode {mode:03o})", .path.display())]
     Writable { path: PathBuf, mode: u32 },
+
+    #[error("{}: this plugin belongs to user {owner}, who is neither root nor the one running this", .path.display())]
+    Foreign { path: PathBuf, owner: u32 },
 
     #[error("{}: sha256 is {actual}, the recipe pins {pinned}", .path.display())]
     Checksum { path: PathBuf, actual: String, pinned: String },
@@ -26,6 +30,9 @@ pub enum PluginError {
 
     #[error("{}: plugin {plugin} has no {kind} \"{name}\"; it has: {has}", .path.display())]
     NoSuchProvider { path: PathBuf, plugin: String, kind: &'static str, name: String, has: String },
+
+    #[error("{}: plugin {plugin} has no \"{name}\", which its file name promises; it has: {has}", .path.display())]
+    Others { path: PathBuf, plugin: String, name: String, has: String },
 
     #[error("\"{name}\" is offered by both plugin {first} and plugin {second}; list only one of them in the recipe")]
     Ambiguous { name: String, first: String, second: String },
@@ -64,6 +71,11 @@ impl From<PluginError> for Failure {
             }
             PluginError::Writable { path, .. } => failure.remedy(format!(
                 "chmod go-w {}, or set {}=1 to load it as it is",
+                path.display(),
+                super::find::ALLOW_WRITABLE
+            )),
+            PluginError::Foreign { path, .. } => failure.remedy(format!(
+                "chown {} or copy it, or set {}=1 to load it as it is",
                 path.display(),
                 super::find::ALLOW_WRITABLE
             )),

@@ -85,9 +85,16 @@ impl Search {
         let path = &file.path;
         let read = |cause| PluginError::Read { path: path.clone(), cause };
         if !(self.allow_writable || file.allow_writable) {
-            check_writable(path)
-                .map_err(read)?
-                .map_or(Ok(()), |mode| Err(PluginError::Writable { path: path.clone(), mode }))?;
+            // Whoever may write to the folder can put another file in the place of this one.
+            let full = path.canonicalize().map_err(read)?;
+            for place in [Some(path.as_path()), full.parent()].into_iter().flatten() {
+                if let Some(mode) = check_writable(place).map_err(read)? {
+                    return Err(PluginError::Writable { path: place.into(), mode });
+                }
+            }
+            if let Some(owner) = foreign_owner(path).map_err(read)? {
+                return Err(PluginError::Foreign { path: path.clone(), owner });
+            }
         }
         if let Some(pinned) = &file.sha256 {
             let actual: String =
@@ -112,8 +119,29 @@ fn check_writable(path: &Path) -> std::io::Result<Option<u32>> {
     use std::os::unix::fs::MetadataExt;
     let meta = std::fs::metadata(path)?;
     let mode = meta.mode() & 0o777;
+    // In a folder with the sticky bit, as /tmp, only its owner replaces a file.
+    if meta.is_dir() && meta.mode() & 0o1000 != 0 {
+        return Ok(None);
+    }
     let group = mode & 0o020 != 0 && (meta.gid() != meta.uid() || meta.gid() == 0);
     Ok((group || mode & 0o002 != 0).then_some(mode))
+}
+
+/// The owner if it is neither root nor the user this process runs as.
+#[cfg(unix)]
+fn foreign_owner(path: &Path) -> std::io::Result<Option<u32>> {
+    use std::os::unix::fs::MetadataExt;
+    let owner = std::fs::metadata(path)?.uid();
+    // Real, effective, saved and file-system user; where the system does not say, any owner will do.
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let users = status.lines().find_map(|line| line.strip_prefix("Uid:"));
+    let effective = users.and_then(|users| users.split_whitespace().nth(1)?.parse::<u32>().ok());
+    Ok((owner != 0 && effective.is_some_and(|user| user != owner)).then_some(owner))
+}
+
+#[cfg(not(unix))]
+fn foreign_owner(_: &Path) -> std::io::Result<Option<u32>> {
+    Ok(None)
 }
 
 #[cfg(not(unix))]
@@ -187,5 +215,14 @@ mod tests {
         Search { allow_writable: true, ..Search::default() }.verify(&file).unwrap();
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
         Search::default().verify(&file).unwrap();
+        std::fs::set_permissions(dir.path(), std::fs::Permissions::from_mode(0o777)).unwrap();
+        let e = Failure::from(Search::default().verify(&file).unwrap_err()).to_string();
+        assert!(e.contains("mode 777") && e.contains(&format!("chmod go-w {}", dir.path().display())), "{e}");
+        std::fs::set_permissions(dir.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
+        // Only root can give a file away.
+        if std::os::unix::fs::chown(&path, Some(65534), None).is_ok() {
+            let e = Failure::from(Search::default().verify(&file).unwrap_err()).to_string();
+            assert!(e.contains("belongs to user 65534"), "{e}");
+        }
     }
 }

@@ -66,7 +66,18 @@ impl PluginSet {
             return Ok(());
         }
         let file = self.search.find(name)?;
-        self.add_file(&file)
+        self.add_file(&file)?;
+        match self.plugins.last() {
+            Some(found) if found.name != name && !found.providers.iter().any(|info| info.name == name) => {
+                Err(PluginError::Others {
+                    path: found.path.clone(),
+                    plugin: found.name.clone(),
+                    name: name.into(),
+                    has: has(&found.providers),
+                })
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Verifies and loads one file.
