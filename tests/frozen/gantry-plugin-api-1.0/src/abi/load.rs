@@ -173,9 +173,11 @@ fn open(path: &Path) -> Result<&'static libloading::Library, LoadError> {
     // SAFETY: runs the library's initialisers. Rust libraries have none but those of std; others are the user's choice,
     // and `inspect` opens unknown files in a child process.
     let library = unsafe { libloading::Library::new(&full) }.map_err(|e| {
-        let text = e.to_string();
+        // The loader's own words are the error's source, e.g. "invalid ELF header".
+        let text = std::error::Error::source(&e).map_or_else(|| e.to_string(), ToString::to_string);
         // The message repeats the path.
-        failed(text.strip_prefix(&format!("{}: ", full.display())).unwrap_or(&text).to_owned())
+        let cause = text.strip_prefix(&format!("{}: ", full.display())).unwrap_or(&text);
+        failed(format!("{cause}; give a readable file that was built as a cdylib for this kind of machine"))
     })?;
     Ok(Box::leak(Box::new(library)))
 }
