@@ -1,11 +1,8 @@
 //! A corpus in memory: all documents back to back, each closed by an end-of-document token.
 
-use super::files;
-use crate::failure::{Failure, Result};
-use crate::recipe::{Data, Synthetic, Tokenizer};
-use gantry_kernels::philox::{Stream, stream_of};
 use sha2::{Digest, Sha256};
 use std::ops::Range;
+use std::path::Path;
 
 /// Byte tokenizer: token ids 0 to 255 are bytes, this one ends a document.
 pub const END_OF_DOCUMENT: i32 = 256;
@@ -31,96 +28,91 @@ enum Tokens {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Summary {
     pub documents: usize,
+    /// Ends of documents included.
     pub tokens: usize,
+    /// Of text, without the ends of documents; 0 for a made-up corpus.
+    pub bytes: usize,
     /// Files left out because they hold NUL bytes or are not UTF-8.
     pub skipped_binary: usize,
     pub skipped_empty: usize,
-    /// Of documents and their order, hexadecimal: tells whether a resumed run sees the same data.
+    /// Of the documents' names and contents in order, hexadecimal: tells whether two runs see the same data.
     pub sha256: String,
 }
 
-impl Corpus {
-    /// Reads the recipe's files, or makes its synthetic corpus.
-    pub(crate) fn open(data: &Data, seed: u64) -> Result<Corpus> {
-        match &data.synthetic {
-            Some(synthetic) => Ok(Corpus::synthetic(synthetic, seed)),
-            None => Corpus::from_files(data),
+/// Takes documents in order and closes them to a corpus.
+pub(super) struct Builder {
+    tokens: Tokens,
+    starts: Vec<usize>,
+    vocab: usize,
+    hash: Sha256,
+    pub summary: Summary,
+}
+
+impl Builder {
+    /// For documents of text.
+    pub fn bytes() -> Builder {
+        Builder::new(Tokens::Bytes(Vec::new()), END_OF_DOCUMENT as usize + 1)
+    }
+
+    /// For documents of ids below `vocab`, of which the last one ends documents.
+    pub fn ids(vocab: usize) -> Builder {
+        Builder::new(Tokens::Ids(Vec::new()), vocab)
+    }
+
+    fn new(tokens: Tokens, vocab: usize) -> Builder {
+        Builder { tokens, starts: vec![0], vocab, hash: Sha256::new(), summary: Summary::default() }
+    }
+
+    /// Adds a file: what is empty or no text is counted and left out.
+    pub fn add_text(&mut self, name: &Path, text: &[u8]) {
+        if text.is_empty() {
+            self.summary.skipped_empty += 1;
+        } else if text.contains(&0) || std::str::from_utf8(text).is_err() {
+            self.summary.skipped_binary += 1;
+        } else if let Tokens::Bytes(bytes) = &mut self.tokens {
+            bytes.extend_from_slice(text);
+            self.starts.push(bytes.len() + self.starts.len());
+            self.summary.bytes += text.len();
+            self.hash_field(name.as_os_str().as_encoded_bytes());
+            self.hash_field(text);
         }
     }
 
-    fn from_files(data: &Data) -> Result<Corpus> {
-        let files = files::find(&data.paths, &data.extensions, &data.exclude)?;
-        let mut summary = Summary::default();
-        let (mut bytes, mut starts) = (Vec::new(), vec![0]);
-        for file in &files {
-            let text = std::fs::read(file).map_err(|error| {
-                Failure::data(format!("cannot read data file {}: {error}", file.display()))
-                    .remedy("make the file readable or add it to data.exclude")
-            })?;
-            if text.is_empty() {
-                summary.skipped_empty += 1;
-            } else if text.contains(&0) || std::str::from_utf8(&text).is_err() {
-                summary.skipped_binary += 1;
-            } else {
-                bytes.extend_from_slice(&text);
-                starts.push(bytes.len() + starts.len());
-            }
+    /// Adds a document of ids and its end.
+    pub fn add_ids(&mut self, name: &str, document: &[i32]) {
+        if let Tokens::Ids(ids) = &mut self.tokens {
+            ids.extend_from_slice(document);
+            ids.push(self.vocab as i32 - 1);
+            self.starts.push(ids.len());
+            self.hash_field(name.as_bytes());
+            self.hash_field(&document.iter().flat_map(|id| id.to_le_bytes()).collect::<Vec<_>>());
         }
-        if starts.len() == 1 {
-            let paths: Vec<_> = data.paths.iter().map(|path| path.display().to_string()).collect();
-            return Err(Failure::data(format!("no text in data path {}", paths.join(", ")))
-                .detail(format!(
-                    "{} files looked at: {} empty, {} binary or not UTF-8",
-                    files.len(),
-                    summary.skipped_empty,
-                    summary.skipped_binary
-                ))
-                .detail(format!("extensions: {:?}; exclude: {:?}", data.extensions, data.exclude))
-                .remedy("correct data.paths, data.extensions or data.exclude"));
-        }
-        let vocab = match data.tokenizer {
-            Tokenizer::Bytes => END_OF_DOCUMENT as usize + 1,
-        };
-        Ok(Corpus::new(Tokens::Bytes(bytes), starts, vocab, summary))
     }
 
-    /// A Markov chain: with probability 3/4 the next token is 5 x + 1 modulo vocab - 1, else uniform. Document lengths
-    /// are uniform around the mean. A model can learn it down to about 0.56 + ln(vocab) / 4 nats per token.
-    fn synthetic(synthetic: &Synthetic, seed: u64) -> Corpus {
-        let draws = Stream::new(seed, stream_of("data.synthetic"), 0);
-        let words = synthetic.vocab - 1;
-        let mut tokens: Vec<i32> = Vec::with_capacity(synthetic.tokens);
-        let mut starts = vec![0];
-        while tokens.len() < synthetic.tokens {
-            let length = 1 + draws.words(2 * tokens.len() as u64 + 1)[0] as usize % (2 * synthetic.document_length);
-            let length = length.min(synthetic.tokens - tokens.len());
-            for i in 0..length - 1 {
-                let [jump, fresh, ..] = draws.words(2 * tokens.len() as u64);
-                let next = match tokens.last() {
-                    Some(&last) if i > 0 && jump % 4 != 0 => (5 * last as usize + 1) % words,
-                    _ => fresh as usize % words,
-                };
-                tokens.push(next as i32);
-            }
-            tokens.push(words as i32);
-            starts.push(tokens.len());
-        }
-        Corpus::new(Tokens::Ids(tokens), starts, synthetic.vocab, Summary::default())
+    /// Fields are hashed with their lengths, so that moving a byte from one to the next shows.
+    fn hash_field(&mut self, field: &[u8]) {
+        self.hash.update((field.len() as u64).to_le_bytes());
+        self.hash.update(field);
     }
 
-    fn new(tokens: Tokens, starts: Vec<usize>, vocab: usize, mut summary: Summary) -> Corpus {
-        let mut hash = Sha256::new();
-        match &tokens {
-            Tokens::Bytes(bytes) => hash.update(bytes),
-            Tokens::Ids(ids) => ids.iter().for_each(|id| hash.update(id.to_le_bytes())),
+    pub fn documents(&self) -> usize {
+        self.starts.len() - 1
+    }
+
+    pub fn finish(self) -> Corpus {
+        let Builder { mut tokens, starts, vocab, hash, mut summary } = self;
+        match &mut tokens {
+            Tokens::Bytes(bytes) => bytes.shrink_to_fit(),
+            Tokens::Ids(ids) => ids.shrink_to_fit(),
         }
-        starts.iter().for_each(|start| hash.update((*start as u64).to_le_bytes()));
         summary.sha256 = crate::checkpoint::hexadecimal(&hash.finalize());
         summary.documents = starts.len() - 1;
         summary.tokens = starts[starts.len() - 1];
         Corpus { tokens, starts, vocab, summary }
     }
+}
 
+impl Corpus {
     /// Number of tokens, ends of documents included.
     pub fn len(&self) -> usize {
         self.summary.tokens
@@ -133,6 +125,11 @@ impl Corpus {
     /// Number of different token ids; a model's vocabulary must be at least as large.
     pub fn vocab(&self) -> usize {
         self.vocab
+    }
+
+    /// The token that ends every document.
+    pub fn end(&self) -> i32 {
+        self.vocab as i32 - 1
     }
 
     pub fn summary(&self) -> &Summary {
@@ -162,43 +159,38 @@ impl Corpus {
     }
 }
 
-#[cfg(test)]
-pub(super) mod tests {
-    use super::*;
-    use rstest::rstest;
-    use std::path::Path;
-
-    pub fn data(paths: &[&Path]) -> Data {
-        Data {
-            paths: paths.iter().map(|path| path.to_path_buf()).collect(),
-            extensions: vec!["txt".into()],
-            exclude: Vec::new(),
-            tokenizer: Tokenizer::Bytes,
-            reset_at_document_boundaries: true,
-            synthetic: None,
+/// Documents and tokens, the bytes of text, and the beginning of the hash, for the log.
+impl std::fmt::Display for Summary {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} documents, {} tokens", self.documents, self.tokens)?;
+        if self.bytes > 0 {
+            write!(f, " ({} bytes of text)", self.bytes)?;
         }
+        write!(f, ", sha256 {}", self.sha256)
     }
+}
 
-    pub fn folder(files: &[(&str, &[u8])]) -> tempfile::TempDir {
-        let root = tempfile::tempdir().unwrap();
-        for (name, text) in files {
-            std::fs::write(root.path().join(name), text).unwrap();
-        }
-        root
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn corpus(files: &[(&str, &[u8])]) -> Corpus {
+        let mut builder = Builder::bytes();
+        files.iter().for_each(|(name, text)| builder.add_text(Path::new(name), text));
+        builder.finish()
     }
 
     #[test]
     fn documents_are_closed_and_back_to_back() {
-        let root =
-            folder(&[("b.txt", b"cd"), ("a.txt", b"ab\n"), ("c.txt", b""), ("d.txt", b"\xff\xfe"), ("e.txt", b"f")]);
-        let corpus = Corpus::open(&data(&[root.path()]), 0).unwrap();
+        let corpus = corpus(&[("a", b"ab\n"), ("b", b"cd"), ("c", b""), ("d", b"\xff\xfe"), ("e", b"f"), ("g", b"\0")]);
         let mut tokens = vec![0; corpus.len()];
         corpus.read(0, &mut tokens);
         assert_eq!(tokens, [97, 98, 10, 256, 99, 100, 256, 102, 256]);
         assert_eq!(corpus.document_starts(0..9), [0, 4, 7]);
         assert_eq!(corpus.document_starts(1..7), [4]);
         let summary = corpus.summary();
-        assert_eq!((summary.documents, summary.skipped_binary, summary.skipped_empty), (3, 1, 1));
+        assert_eq!((summary.documents, summary.tokens, summary.bytes), (3, 9, 6));
+        assert_eq!((summary.skipped_binary, summary.skipped_empty), (2, 1));
         for begin in 0..9 {
             let mut part = vec![0; 9 - begin];
             corpus.read(begin, &mut part);
@@ -207,42 +199,18 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn hash_sees_where_documents_end() {
-        let hash = |files: &[(&str, &[u8])]| {
-            let root = folder(files);
-            Corpus::open(&data(&[root.path()]), 0).unwrap().summary().sha256.clone()
-        };
-        assert_ne!(hash(&[("a.txt", b"ab"), ("b.txt", b"c")]), hash(&[("a.txt", b"a"), ("b.txt", b"bc")]));
-    }
-
-    #[rstest]
-    #[case(&[("a.rs", b"x" as &[u8])])]
-    #[case(&[("a.txt", b"" as &[u8]), ("b.txt", b"\0")])]
-    fn corpus_without_text_is_refused(#[case] files: &[(&str, &[u8])]) {
-        let root = folder(files);
-        let failure = Corpus::open(&data(&[root.path()]), 0).unwrap_err();
-        assert_eq!(failure.sentence, format!("no text in data path {}", root.path().display()));
-        assert_eq!(failure.exit_status(), 4);
-        assert!(failure.remedy.is_some());
-    }
-
-    #[test]
-    fn synthetic_corpus_is_deterministic_and_mostly_a_chain() {
-        let about = Synthetic { vocab: 33, document_length: 50, tokens: 10_000 };
-        let read = |seed| {
-            let corpus = Corpus::synthetic(&about, seed);
-            let mut tokens = vec![0; corpus.len()];
-            corpus.read(0, &mut tokens);
-            tokens
-        };
-        let tokens = read(1);
-        assert_eq!(tokens.len(), 10_000);
-        assert_eq!(tokens, read(1));
-        assert_ne!(tokens, read(2));
-        assert!(tokens.iter().all(|token| (0..33).contains(token)));
-        let chained = tokens.windows(2).filter(|pair| pair[1] == (5 * pair[0] + 1) % 32).count();
-        assert!((7_000..8_200).contains(&chained), "{chained}");
-        let ends = tokens.iter().filter(|&&token| token == 32).count();
-        assert!((150..260).contains(&ends), "{ends}");
+    fn hash_sees_names_contents_order_and_where_documents_end() {
+        let hash = |files: &[(&str, &[u8])]| corpus(files).summary().sha256.clone();
+        let first = hash(&[("a", b"ab"), ("b", b"c")]);
+        assert_eq!(first, hash(&[("a", b"ab"), ("empty", b""), ("b", b"c")]));
+        for other in [
+            hash(&[("a", b"a"), ("b", b"bc")]),
+            hash(&[("a", b"ab"), ("c", b"c")]),
+            hash(&[("b", b"c"), ("a", b"ab")]),
+            hash(&[("a", b"ab"), ("b", b"d")]),
+            hash(&[("aa", b"b"), ("b", b"c")]),
+        ] {
+            assert_ne!(first, other);
+        }
     }
 }

@@ -1,9 +1,10 @@
 //! Batches: sample i of an epoch is tokens [i S, i S + S] of the corpus (S inputs, each with its successor as label).
 
-use super::{Corpus, Permutation};
+use super::{Corpus, Permutation, Split};
 use crate::failure::{Failure, Result};
 use crate::recipe::Recipe;
 use gantry_kernels::philox::stream_of;
+use std::sync::Arc;
 
 /// One micro-batch; T = samples x seq_length tokens, samples back to back.
 #[derive(Clone, Debug, PartialEq)]
@@ -34,7 +35,7 @@ pub struct Position {
 /// Cuts batches from a corpus.
 #[derive(Clone, Debug)]
 pub struct Loader {
-    corpus: Corpus,
+    corpus: Arc<Corpus>,
     seq_length: usize,
     micro_batch_size: usize,
     global_batch_size: usize,
@@ -47,12 +48,13 @@ pub struct Loader {
 }
 
 impl Loader {
-    /// A loader for steps after `begin`.
+    /// A loader of the recipe's training corpus for steps after `begin`.
     pub fn new(recipe: &Recipe, begin: Position) -> Result<Loader> {
-        Loader::over(Corpus::open(&recipe.data, recipe.train.seed)?, recipe, begin)
+        Loader::over(Split::open(recipe)?.train, recipe, begin)
     }
 
-    fn over(corpus: Corpus, recipe: &Recipe, begin: Position) -> Result<Loader> {
+    /// A loader of `corpus` for steps after `begin`.
+    pub fn over(corpus: Arc<Corpus>, recipe: &Recipe, begin: Position) -> Result<Loader> {
         let train = &recipe.train;
         let seq_length = train.seq_length;
         let samples_per_epoch = corpus.len().saturating_sub(1) / seq_length;
@@ -84,7 +86,7 @@ impl Loader {
         })
     }
 
-    pub fn corpus(&self) -> &Corpus {
+    pub fn corpus(&self) -> &Arc<Corpus> {
         &self.corpus
     }
 
@@ -153,7 +155,7 @@ impl Loader {
 
 #[cfg(test)]
 mod tests {
-    use super::super::corpus::tests::folder;
+    use super::super::split::tests::folder;
     use super::*;
     use crate::recipe::Overrides;
     use std::collections::BTreeSet;

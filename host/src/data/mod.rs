@@ -1,15 +1,22 @@
 //! Data: from text files to batches of tokens.
 //!
-//! `files.rs` finds the files, `corpus.rs` holds documents as one row of tokens, `order.rs` shuffles samples by a
-//! keyed permutation, `loader.rs` cuts batches. A batch is a pure function of (recipe, files, global sample index):
-//! no state, so any rank layout and a resumed run see the same numbers. May depend on `recipe` and `failure`; knows no
-//! model and no rank.
+//! `files.rs` finds the files (`tracked.rs` those that git tracks), `synthetic.rs` makes documents up, `split.rs` parts
+//! documents into those trained on and those held out, `corpus.rs` holds documents as one row of tokens. For training,
+//! `order.rs` shuffles samples by a keyed permutation and `loader.rs` cuts batches; `valid.rs` cuts held-out documents in
+//! order. A batch is a pure function of (recipe, files, global sample index): no state, so any rank layout and a resumed
+//! run see the same numbers. May depend on `recipe` and `failure`; knows no model and no rank.
 
 mod corpus;
 mod files;
 mod loader;
 mod order;
+mod split;
+mod synthetic;
+mod tracked;
+mod valid;
 
 pub use corpus::{Corpus, END_OF_DOCUMENT, Summary};
 pub use loader::{Batch, Loader, Position};
 pub use order::Permutation;
+pub use split::Split;
+pub use valid::Valid;

@@ -315,7 +315,9 @@ fn parents(value: Option<Value>, origin: &Origin) -> Result<Vec<String>> {
 pub(super) fn to_yaml(merged: &Dict, recipe: &Recipe) -> Result<String> {
     let failed = |error: &dyn fmt::Display| Failure::recipe(format!("cannot write the resolved recipe: {error}"));
     let mut tree = serde_json::to_value(merged).map_err(|error| failed(&error))?;
-    tree["data"]["paths"] = recipe.data.paths.iter().map(|path| path.display().to_string()).collect();
+    let list = |paths: &[PathBuf]| paths.iter().map(|path| path.display().to_string()).collect::<serde_json::Value>();
+    tree["data"]["paths"] = list(&recipe.data.paths);
+    tree["data"]["valid_paths"] = list(&recipe.data.valid_paths);
     tree["run"]["dir"] = recipe.run.dir.as_ref().map(|dir| dir.display().to_string()).into();
     for (entry, plugin) in tree["plugins"].as_array_mut().into_iter().flatten().zip(&recipe.plugins) {
         let path: serde_json::Value = plugin.path.display().to_string().into();

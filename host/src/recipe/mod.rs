@@ -83,6 +83,9 @@ impl Recipe {
         for path in &mut self.data.paths {
             absolute("data.paths", path)?;
         }
+        for path in &mut self.data.valid_paths {
+            absolute("data.valid_paths", path)?;
+        }
         for (name, module) in &mut self.modules {
             if let Some(path) = &mut module.load {
                 absolute(&format!("modules.{name}.load"), path)?;

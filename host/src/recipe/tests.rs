@@ -75,7 +75,13 @@ fn another_provider_does_not_inherit_the_config_of_the_old_one() {
 
 #[test]
 fn resolved_recipe_loads_to_the_same() {
-    let more = set(&["plugins=[a.so, {path: b.so}]", "run.dir=out", "optimizer.eps=1e-8", "modules.lm.config.x=*E-"]);
+    let more = set(&[
+        "plugins=[a.so, {path: b.so}]",
+        "run.dir=out",
+        "data.valid_paths=[b]",
+        "optimizer.eps=1e-8",
+        "modules.lm.config.x=*E-",
+    ]);
     let recipe = Recipe::parse(GOOD, &more).unwrap();
     let again = Recipe::parse(recipe.resolved_yaml(), &Overrides::default()).unwrap();
     assert_eq!(format!("{recipe:?}"), format!("{again:?}"));
@@ -140,6 +146,17 @@ fn bad_text_is_refused_with_its_line(#[case] more: &str, #[case] sentence: &str)
     "`data.synthetic` and `data.paths` exclude each other"
 )]
 #[case("data.paths=[]", "neither `data.paths` nor `data.synthetic` is given")]
+#[case("data.valid_fraction=1", "`data.valid_fraction` is 1, expected 0 to less than 1")]
+#[case("data.valid_fraction=-0.1", "`data.valid_fraction` is -0.1, expected 0 to less than 1")]
+#[case("data={valid_fraction: 0.1, valid_paths: [x]}", "`data.valid_fraction` and `data.valid_paths` exclude each")]
+#[case(
+    "data={paths: [], synthetic: {vocab: 9, document_length: 5, tokens: 9}, valid_paths: [x]}",
+    "`data.synthetic` and `data.valid_paths` exclude each other"
+)]
+#[case(
+    "data={paths: [], synthetic: {vocab: 9, document_length: 5, tokens: 9}, tracked_only: true}",
+    "`data.tracked_only` has no effect with `data.synthetic`"
+)]
 #[case("name=a/b", "`name` is `a/b`")]
 #[case("plugins=[{path: x, sha256: ab}]", "`plugins.0.sha256` is `ab`, expected 64 hexadecimal digits")]
 #[case("plugins=[{file: x}]", "unknown key `plugins.0.file`")]

@@ -125,6 +125,21 @@ impl Check<'_> {
                 format!("`data.extensions` has `{extension}`; extensions are written without the dot: `{plain}`")
             })?;
         }
+        let held = recipe.data.valid_fraction;
+        self.ensure((0.0..1.0).contains(&held), "data.valid_fraction", || {
+            format!("`data.valid_fraction` is {held}, expected 0 to less than 1")
+        })?;
+        let named = !recipe.data.valid_paths.is_empty();
+        self.ensure(held == 0.0 || !named, "data.valid_paths", || {
+            "`data.valid_fraction` and `data.valid_paths` exclude each other".into()
+        })?;
+        let made_up = recipe.data.synthetic.is_some();
+        self.ensure(!(made_up && named), "data.valid_paths", || {
+            "`data.synthetic` and `data.valid_paths` exclude each other".into()
+        })?;
+        self.ensure(!(made_up && recipe.data.tracked_only), "data.tracked_only", || {
+            "`data.tracked_only` has no effect with `data.synthetic`".into()
+        })?;
         match (&recipe.data.synthetic, recipe.data.paths.is_empty()) {
             (None, true) => {
                 let sentence = "neither `data.paths` nor `data.synthetic` is given".to_string();

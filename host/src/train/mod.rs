@@ -36,7 +36,7 @@ pub use folder::{Resume, RunFolder};
 pub use hooks::HookSet;
 
 use crate::checkpoint::{CheckpointReader, CheckpointWriter, Meta, PluginEntry};
-use crate::data::{Batch, Corpus, Loader, Position};
+use crate::data::{Batch, Corpus, Loader, Position, Split, Valid};
 use crate::failure::{Cause, Failure, Result};
 use crate::observe::{Progress, StepMetrics, peak_bytes};
 use crate::optim::schedule::Schedule;
@@ -116,6 +116,8 @@ pub struct Options {
 /// Where a run begins: the data after the resumed position.
 pub struct Start {
     pub loader: Loader,
+    /// Held-out documents, if the recipe holds any out.
+    pub valid: Option<Valid>,
     pub checkpoint: Option<CheckpointReader>,
     /// None unless the caller adds them.
     pub hooks: HookSet,
@@ -128,14 +130,20 @@ pub fn start(recipe: &Recipe, folder: &RunFolder, options: &Options) -> Result<S
         step: reader.index().step,
         samples: reader.index().consumed_samples,
     });
-    let loader = Loader::new(recipe, begin)?;
+    let Split { train, valid } = Split::open(recipe)?;
+    tracing::info!("training data: {}", train.summary());
+    let valid = valid.map(|corpus| Valid::new(corpus, recipe));
+    if let Some(valid) = &valid {
+        tracing::info!("held-out data: {}", valid.corpus().summary());
+    }
+    let loader = Loader::over(train, recipe, begin)?;
     if let Some(reader) = &checkpoint {
         let (then, now) = (&reader.index().extra["data"]["sha256"], &loader.corpus().summary().sha256);
         if then != now {
             tracing::warn!("the data is not what the checkpoint was trained on: samples repeat or go missing");
         }
     }
-    Ok(Start { loader, checkpoint, hooks: HookSet::default() })
+    Ok(Start { loader, valid, checkpoint, hooks: HookSet::default() })
 }
 
 /// Runs the loop until the last step or until `stop` is set.
@@ -148,7 +156,7 @@ pub fn run(
     progress: &Progress,
     stop: &AtomicBool,
 ) -> Result<Outcome> {
-    let Start { loader, checkpoint, mut hooks } = start;
+    let Start { loader, checkpoint, mut hooks, .. } = start;
     let begin = loader.begin();
     if let Some(reader) = &checkpoint {
         let at = |failure: Failure| failure.at(format!("checkpoint {}", reader.folder().display()));
