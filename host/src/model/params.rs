@@ -56,6 +56,11 @@ impl Stored {
         })
     }
 
+    /// Logical positions of this rank's share of a dimension, in storage order.
+    pub fn logical_positions(&self, dim: usize) -> Vec<u32> {
+        local_positions(&self.dims[dim], &self.orders[dim])
+    }
+
     /// Initial values in storage order, the same whatever the layout.
     pub fn initial(&self, seed: u64) -> impl Iterator<Item = f64> + use<> {
         let stream = Stream::new(seed, stream_of(&self.name), 0);

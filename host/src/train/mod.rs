@@ -25,6 +25,7 @@
 
 mod changes;
 pub mod engine;
+pub mod evaluate;
 mod folder;
 pub mod hooks;
 pub mod plan;

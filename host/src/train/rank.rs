@@ -2,7 +2,7 @@
 //!
 //! A rank runs on one thread and owns its provider's instance. Everything it needs of others goes through its groups.
 
-use super::record::{Compiled, Mode, Signature, StageModel};
+use super::record::{Compiled, LOGITS_ROW, Mode, Signature, StageModel};
 use crate::comm::Group;
 use crate::data::Batch;
 use crate::error::{Error, Result};
@@ -53,12 +53,6 @@ pub struct StepSums {
     pub nonfinite: Option<String>,
 }
 
-struct Entry<T> {
-    compiled: Compiled,
-    /// Arenas not in use.
-    free: Vec<Arena<T>>,
-}
-
 /// One rank's model and state.
 pub struct Rank<T> {
     pub model: StageModel,
@@ -68,7 +62,9 @@ pub struct Rank<T> {
     pub grads: Vec<T>,
     pub buffers: Vec<T>,
     pub moments: Moments<T>,
-    programs: BTreeMap<Signature, Entry<T>>,
+    pub(super) programs: BTreeMap<Signature, Compiled>,
+    /// Arenas not in use. Programs share them: between steps evaluation finds those of training idle.
+    free: Vec<Arena<T>>,
     /// Parameter entries whose main gradient is a sum over tp not yet taken.
     partial: Vec<bool>,
     /// Tokens per expert since the last bias update, per buffer entry, and whether they cover this rank's rows only.
@@ -84,9 +80,9 @@ pub struct Rank<T> {
 }
 
 /// A micro-batch between its forward and its backward.
-struct Live<T> {
-    signature: Signature,
-    arena: Arena<T>,
+pub(super) struct Live<T> {
+    pub(super) signature: Signature,
+    pub(super) arena: Arena<T>,
 }
 
 impl<T: Element> Rank<T> {
@@ -111,6 +107,7 @@ impl<T: Element> Rank<T> {
             groups,
             elastic,
             programs: BTreeMap::new(),
+            free: Vec::new(),
             loads: BTreeMap::new(),
             arenas: 0,
             state_gradients: BTreeMap::new(),
@@ -122,7 +119,7 @@ impl<T: Element> Rank<T> {
 
     /// Bytes of the largest program's activations, and how many arenas exist.
     pub fn activation_bytes(&self) -> (usize, usize) {
-        let largest = self.programs.values().map(|e| e.compiled.program.plan.act_len * T::BYTES).max();
+        let largest = self.programs.values().map(|c| c.program.plan.act_len * T::BYTES).max();
         (largest.unwrap_or(0), self.arenas)
     }
 
@@ -152,11 +149,17 @@ impl<T: Element> Rank<T> {
         for (at, &partial) in compiled.program.graph.partial_grads.iter().enumerate() {
             self.partial[at] |= partial;
         }
-        self.programs.insert(signature.clone(), Entry { compiled, free: Vec::new() });
+        self.programs.insert(signature.clone(), compiled);
         Ok(())
     }
 
-    fn forward(&mut self, mode: Mode, batch: &Batch, info: &MicroBatchInfo, tokens_of_step: f64) -> Result<Live<T>> {
+    pub(super) fn forward(
+        &mut self,
+        mode: Mode,
+        batch: &Batch,
+        info: &MicroBatchInfo,
+        tokens_of_step: f64,
+    ) -> Result<Live<T>> {
         let states = self.states(info)?;
         let signature = Signature {
             mode,
@@ -166,17 +169,17 @@ impl<T: Element> Rank<T> {
         };
         self.prepare(&signature, &states)?;
         let missing = || Error::plugin("a program vanished");
-        let entry = self.programs.get_mut(&signature).ok_or_else(missing)?;
-        let mut arena = match entry.free.pop() {
+        let compiled = self.programs.get(&signature).ok_or_else(missing)?;
+        let program = &compiled.program;
+        let mut arena = match self.free.pop() {
             Some(arena) => arena,
             None => {
                 self.arenas += 1;
-                let plan = &entry.compiled.program.plan;
-                Arena { act: zeros(plan.act_len, "activations")?, int: zeros(plan.int_len, "indices")? }
+                Arena { act: Vec::new(), int: Vec::new() }
             }
         };
-        let compiled = &entry.compiled;
-        let program = &compiled.program;
+        grow(&mut arena.act, program.plan.act_len, "activations")?;
+        grow(&mut arena.int, program.plan.int_len, "indices")?;
         let tokens = batch.loss_mask.iter().map(|&m| f64::from(m)).sum::<f64>();
         for (name, &id) in &program.graph.inputs {
             match name.as_str() {
@@ -192,6 +195,8 @@ impl<T: Element> Rank<T> {
                     let mask = program.get_mut(&mut arena, id);
                     mask.iter_mut().zip(&batch.loss_mask).for_each(|(to, &m)| *to = T::of(f64::from(m)));
                 }
+                // The context whose next token is asked for is the first sequence.
+                LOGITS_ROW => program.get_int_mut(&mut arena, id)[0] = batch.cu_seqlens.get(1).map_or(0, |end| end - 1),
                 "loss_scale" => program.get_mut(&mut arena, id)[0] = T::of(1.0 / tokens_of_step),
                 "sample" => program.get_int_mut(&mut arena, id)[0] = batch.first_sample as i32,
                 "aux_scale" => program.get_mut(&mut arena, id)[0] = T::of(tokens / tokens_of_step),
@@ -223,9 +228,8 @@ impl<T: Element> Rank<T> {
 
     /// Adds a finished forward's numbers to the sums; says whether its losses are finite.
     fn collect(&mut self, live: &Live<T>, batch: &Batch, tokens_of_step: f64, sums: &mut StepSums) -> bool {
-        let Some(entry) = self.programs.get(&live.signature) else { return true };
+        let Some(Compiled { program, loss, .. }) = self.programs.get(&live.signature) else { return true };
         let mut finite = true;
-        let Compiled { program, loss, .. } = &entry.compiled;
         let one = |id| program.get(&live.arena, id)[0].to_f64();
         let first_tp = self.model.place.tp == 0;
         let tokens = batch.loss_mask.iter().map(|&m| f64::from(m)).sum::<f64>();
@@ -273,8 +277,8 @@ impl<T: Element> Rank<T> {
     }
 
     fn backward(&mut self, live: &mut Live<T>) -> Result<()> {
-        let Some(entry) = self.programs.get(&live.signature) else { return Ok(()) };
-        let Compiled { program, received, sent, state_grads, .. } = &entry.compiled;
+        let Some(compiled) = self.programs.get(&live.signature) else { return Ok(()) };
+        let Compiled { program, received, sent, state_grads, .. } = compiled;
         if let Some((_, Some(grad))) = *sent {
             self.groups.pp.recv(self.groups.pp.rank() + 1, program.get_mut(&mut live.arena, grad))?;
         }
@@ -293,10 +297,8 @@ impl<T: Element> Rank<T> {
         Ok(())
     }
 
-    fn give_back(&mut self, live: Live<T>) {
-        if let Some(entry) = self.programs.get_mut(&live.signature) {
-            entry.free.push(live.arena);
-        }
+    pub(super) fn give_back(&mut self, live: Live<T>) {
+        self.free.push(live.arena);
     }
 
     /// Forward and backward of this rank's micro-batches of a step into the main gradients, which begin at zero; then the
@@ -347,9 +349,9 @@ impl<T: Element> Rank<T> {
     fn first_nonfinite(&mut self, index: usize, live: &mut Live<T>) -> Result<String> {
         let rank = self.groups.world.rank();
         let whole = format!("loss of micro-batch {index} on rank {rank}");
-        let Some(entry) = self.programs.get(&live.signature) else { return Ok(whole) };
+        let Some(compiled) = self.programs.get(&live.signature) else { return Ok(whole) };
         let mut memory = Memory { params: &self.params, grads: &mut self.grads, buffers: &self.buffers };
-        let place = entry.compiled.program.first_nonfinite(&mut live.arena, &mut memory, self.groups.tp.as_ref())?;
+        let place = compiled.program.first_nonfinite(&mut live.arena, &mut memory, self.groups.tp.as_ref())?;
         Ok(place.map_or(whole, |place| format!("output of {place}, micro-batch {index}, rank {rank}")))
     }
 
@@ -419,44 +421,32 @@ impl<T: Element> Rank<T> {
             grad.iter().any(|x| !x.is_finite()).then(|| stored.name.clone())
         })
     }
-
-    /// Loss sums of micro-batches without gradients.
-    pub fn evaluate(&mut self, step: u64, batches: &[(usize, Arc<Batch>)]) -> Result<StepSums> {
-        let mut sums = StepSums::default();
-        for (index, batch) in batches {
-            let live = self.forward(Mode::Loss, batch, &info(step, *index, batch, false), 1.0)?;
-            self.collect(&live, batch, 1.0, &mut sums);
-            self.give_back(live);
-        }
-        self.loads.clear();
-        self.reduce(sums)
-    }
-
-    /// Logits [tokens, vocab] of this rank's share of the vocabulary; nothing on other stages than the last.
-    pub fn logits(&mut self, batch: &Batch) -> Result<Option<Vec<f64>>> {
-        let live = self.forward(Mode::Logits, batch, &info(0, 0, batch, false), 1.0)?;
-        let result = self.programs.get(&live.signature).and_then(|entry| {
-            let id = entry.compiled.logits?;
-            Some(entry.compiled.program.get(&live.arena, id).iter().map(|x| x.to_f64()).collect())
-        });
-        self.give_back(live);
-        Ok(result)
-    }
 }
 
 /// `len` zeros, or an error that says how much memory they need.
 fn zeros<E: Copy + Default>(len: usize, what: &str) -> Result<Vec<E>> {
     let mut zeros = Vec::new();
-    zeros.try_reserve_exact(len).map_err(|_| {
+    grow(&mut zeros, len, what)?;
+    Ok(zeros)
+}
+
+/// Makes a buffer at least `len` long.
+fn grow<E: Copy + Default>(buffer: &mut Vec<E>, len: usize, what: &str) -> Result<()> {
+    if buffer.len() >= len {
+        return Ok(());
+    }
+    // What it holds is of no use any more: the old memory goes before the new one comes.
+    *buffer = Vec::new();
+    buffer.try_reserve_exact(len).map_err(|_| {
         let gib = (len * size_of::<E>()) as f64 / f64::from(1 << 30);
         Error::recipe(format!("{what} of one rank need {gib:.1} GiB of memory, which this machine does not give"))
             .remedy("make the model or train.micro_batch_size smaller, or spread it over more ranks")
     })?;
-    zeros.resize(len, E::default());
-    Ok(zeros)
+    buffer.resize(len, E::default());
+    Ok(())
 }
 
-fn info(step: u64, index: usize, batch: &Batch, training: bool) -> MicroBatchInfo {
+pub(super) fn info(step: u64, index: usize, batch: &Batch, training: bool) -> MicroBatchInfo {
     MicroBatchInfo {
         step,
         micro_batch: index as u64,

@@ -7,8 +7,8 @@ use crate::plugin::{self, ModelStage};
 use crate::program::backprop;
 use crate::program::graph::LossTerm;
 use crate::program::graph::ValueId;
-use crate::program::ops::linear;
 use crate::program::ops::lm_loss::{Head, lm_loss};
+use crate::program::ops::{gather_rows, linear};
 use crate::program::recorder::{Context, Recorder};
 use crate::program::replay::Program;
 use crate::program::states::{StateKey, States};
@@ -24,7 +24,12 @@ pub enum Mode {
     Loss,
     /// Logits of every token.
     Logits,
+    /// Logits of one token: the last of the first sequence.
+    NextToken,
 }
+
+/// Input of [`Mode::NextToken`]: the row whose logits are computed, i32 [1].
+pub(super) const LOGITS_ROW: &str = "logits_row";
 
 /// What a program was recorded for; anything else about a micro-batch is data.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -61,6 +66,8 @@ pub struct Compiled {
     /// Sum of the cross entropy over unmasked tokens.
     pub loss: Option<ValueId>,
     pub logits: Option<ValueId>,
+    /// Entry of the parameter table whose rows are the vocabulary, on the last stage.
+    pub head: Option<usize>,
     /// Activation from the previous stage, and the gradient that goes back.
     pub received: Option<(ValueId, Option<ValueId>)>,
     /// Activation for the next stage, and the gradient that comes back.
@@ -101,19 +108,29 @@ impl StageModel {
         let mut cx = self.recorder(signature, states);
         self.module.forward(&mut cx)?;
         let ends_model = self.stage.end == self.plan.blocks.len();
-        let (mut loss, mut logits, mut sent, mut seeds) = (None, None, None, Vec::new());
+        let (mut loss, mut logits, mut head, mut sent, mut seeds) = (None, None, None, None, Vec::new());
         if ends_model {
             let port = self.port(Direction::Output, PortKind::LanguageModel)?;
             let Some([hidden, weight]) = cx.g.outputs.get(port).map(|ids| [ids[0], ids[1]]) else {
                 return Err(Error::plugin(format!("forward delivered nothing to its output port {port:?}")));
             };
             cx.begin_call("loss");
-            if signature.mode == Mode::Logits {
-                let y = linear::record(&mut cx, Default::default(), &[hidden, weight])?[0];
-                cx.g.pin(y);
-                logits = Some(y);
-            } else {
-                loss = Some(language_model_loss(&mut cx, Head { hidden, weight }, signature.tokens)?);
+            head = cx.value(weight).param;
+            let rows = match signature.mode {
+                Mode::Train | Mode::Loss => None,
+                Mode::Logits => Some(hidden),
+                Mode::NextToken => {
+                    let row = cx.int_input(LOGITS_ROW, 1)?;
+                    Some(gather_rows::record(&mut cx, Default::default(), &[hidden, row])?[0])
+                }
+            };
+            match rows {
+                Some(rows) => {
+                    let y = linear::record(&mut cx, Default::default(), &[rows, weight])?[0];
+                    cx.g.pin(y);
+                    logits = Some(y);
+                }
+                None => loss = Some(language_model_loss(&mut cx, Head { hidden, weight }, signature.tokens)?),
             }
         } else {
             let port = self.output_activation()?;
@@ -158,7 +175,7 @@ impl StageModel {
             tamper(&mut cx.g, self.place);
         }
         let program = Program::bind(std::mem::take(&mut cx.g), self.grid.tp)?;
-        Ok(Compiled { program, loss, logits, received: received.map(|id| (id, returned)), sent, state_grads })
+        Ok(Compiled { program, loss, logits, head, received: received.map(|id| (id, returned)), sent, state_grads })
     }
 
     /// An error if two recordings of a signature differ.

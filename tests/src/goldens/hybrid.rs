@@ -128,7 +128,7 @@ fn megatron_with<T: Element>(check: &mut Check<'_>, plugins: PluginSet) -> Resul
             .collect(),
     );
     let losses = team.all(move |rank| {
-        alone.iter().map(|one| rank.evaluate(1, std::slice::from_ref(one)).map(|sums| sums.loss)).collect()
+        alone.iter().map(|one| rank.evaluate(1, std::slice::from_ref(one)).map(|sums| sums.loss_sum)).collect()
     });
     let losses: Vec<Vec<f64>> = losses.map_err(text)?;
     check.tensor("out.cross_entropy", &losses[0])?;
