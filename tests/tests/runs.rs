@@ -85,7 +85,8 @@ impl Runs {
         let text = std::fs::read_to_string(self.folder.path().join(run).join("metrics.jsonl")).unwrap_or_default();
         let mut lines: Vec<Value> = text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
         for line in lines.iter_mut().filter_map(Value::as_object_mut) {
-            ["step_seconds", "tokens_per_second", "memory_peak_bytes"].iter().for_each(|key| drop(line.remove(*key)));
+            let clock = ["step_seconds", "data_seconds", "tokens_per_second", "memory_peak_bytes"];
+            clock.iter().for_each(|key| drop(line.remove(*key)));
         }
         lines
     }

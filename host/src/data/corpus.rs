@@ -136,6 +136,11 @@ impl Corpus {
         &self.summary
     }
 
+    /// Where each document lies, its end included.
+    pub fn documents(&self) -> impl Iterator<Item = Range<usize>> + '_ {
+        self.starts.windows(2).map(|pair| pair[0]..pair[1])
+    }
+
     /// First tokens of documents inside `range`.
     pub fn document_starts(&self, range: Range<usize>) -> &[usize] {
         let starts = &self.starts[..self.starts.len() - 1];

@@ -154,14 +154,14 @@ impl Loader {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::super::split::tests::folder;
     use super::*;
     use crate::recipe::Overrides;
     use std::collections::BTreeSet;
     use std::path::Path;
 
-    fn loader(root: &Path, set: &[&str], begin: Position) -> Result<Loader> {
+    pub fn loader(root: &Path, set: &[&str], begin: Position) -> Result<Loader> {
         let text = format!(
             "name: t\nmodules: {{lm: {{provider: p}}}}\ndata: {{paths: [{}]}}\noptimizer: {{lr: 1}}\n\
              train: {{steps: 1, seq_length: 4, micro_batch_size: 2, global_batch_size: 4}}\n",
@@ -172,7 +172,7 @@ mod tests {
     }
 
     /// 8 documents, 41 tokens: 10 samples of 4.
-    fn corpus() -> tempfile::TempDir {
+    pub fn corpus() -> tempfile::TempDir {
         folder(&[
             ("a.txt", b"abcdefgh"),
             ("b.txt", b"i"),

@@ -2,14 +2,16 @@
 //!
 //! `files.rs` finds the files (`tracked.rs` those that git tracks), `synthetic.rs` makes documents up, `split.rs` parts
 //! documents into those trained on and those held out, `corpus.rs` holds documents as one row of tokens. For training,
-//! `order.rs` shuffles samples by a keyed permutation and `loader.rs` cuts batches; `valid.rs` cuts held-out documents in
-//! order. A batch is a pure function of (recipe, files, global sample index): no state, so any rank layout and a resumed
+//! `order.rs` shuffles samples by a keyed permutation and `loader.rs` cuts batches, made ahead by `prefetch.rs`; `valid.rs` cuts
+//! held-out documents in order, and `ngram.rs` is a baseline for the loss on them. A batch is a pure function of (recipe, files, global sample index): no state, so any rank layout and a resumed
 //! run see the same numbers. May depend on `recipe` and `failure`; knows no model and no rank.
 
 mod corpus;
 mod files;
 mod loader;
+pub mod ngram;
 mod order;
+mod prefetch;
 mod split;
 mod synthetic;
 mod tracked;
@@ -18,5 +20,6 @@ mod valid;
 pub use corpus::{Corpus, END_OF_DOCUMENT, Summary};
 pub use loader::{Batch, Loader, Position};
 pub use order::Permutation;
+pub use prefetch::Prefetch;
 pub use split::Split;
 pub use valid::Valid;

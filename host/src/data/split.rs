@@ -140,6 +140,8 @@ pub(super) mod tests {
             tracked_only: false,
             valid_fraction: 0.0,
             valid_paths: Vec::new(),
+            ngram_order: 0,
+            prefetch: 0,
             tokenizer: Tokenizer::Bytes,
             reset_at_document_boundaries: true,
             synthetic: None,

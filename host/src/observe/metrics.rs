@@ -24,6 +24,8 @@ pub struct StepMetrics {
     pub tokens_per_second: f64,
     /// Without checkpoints.
     pub step_seconds: f64,
+    /// Of these, waiting for batches.
+    pub data_seconds: f64,
     pub memory_peak_bytes: u64,
     /// What the model reports besides, by name.
     #[serde(flatten)]
@@ -146,6 +148,7 @@ mod tests {
             tokens: 2048,
             tokens_per_second: 4096.0,
             step_seconds: 0.5,
+            data_seconds: 0.1,
             memory_peak_bytes: 1 << 20,
             more,
         }
@@ -166,6 +169,7 @@ mod tests {
             "tokens",
             "tokens_per_second",
             "step_seconds",
+            "data_seconds",
             "memory_peak_bytes",
             "moe_aux_loss",
         ];

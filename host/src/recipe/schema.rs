@@ -95,8 +95,10 @@ pub(crate) struct Data {
     pub(crate) tracked_only: bool,
     pub(crate) valid_fraction: f64,
     pub(crate) valid_paths: Vec<PathBuf>,
+    pub(crate) ngram_order: usize,
     pub(crate) tokenizer: Tokenizer,
     pub(crate) reset_at_document_boundaries: bool,
+    pub(crate) prefetch: usize,
     pub(crate) synthetic: Option<Synthetic>,
 }
 

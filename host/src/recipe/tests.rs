@@ -157,6 +157,9 @@ fn bad_text_is_refused_with_its_line(#[case] more: &str, #[case] sentence: &str)
     "data={paths: [], synthetic: {vocab: 9, document_length: 5, tokens: 9}, tracked_only: true}",
     "`data.tracked_only` has no effect with `data.synthetic`"
 )]
+#[case("data.ngram_order=3", "`data.ngram_order` has no effect without `data.valid_fraction` or `data.valid_paths`")]
+#[case("data={ngram_order: 17, valid_fraction: 0.1}", "`data.ngram_order` is 17, expected at most 16")]
+#[case("data.prefetch=1000000", "`data.prefetch` is 1000000, expected at most 1024")]
 #[case("name=a/b", "`name` is `a/b`")]
 #[case("plugins=[{path: x, sha256: ab}]", "`plugins.0.sha256` is `ab`, expected 64 hexadecimal digits")]
 #[case("plugins=[{file: x}]", "unknown key `plugins.0.file`")]

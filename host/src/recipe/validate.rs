@@ -24,6 +24,11 @@ const MAX_BATCH: usize = 1 << 24;
 /// Made-up tokens are kept in memory, 4 bytes each.
 const MAX_SYNTHETIC_TOKENS: usize = 1 << 31;
 
+/// Longer histories are hardly ever seen twice.
+const MAX_NGRAM_ORDER: usize = 16;
+/// Batches of steps that are kept.
+const MAX_PREFETCH: usize = 1024;
+
 /// Whether every `[` of a glob has its `]`; the library takes one without as a plain character.
 fn classes_end(glob: &str) -> bool {
     let mut rest = glob.chars();
@@ -133,6 +138,12 @@ impl Check<'_> {
         self.ensure(held == 0.0 || !named, "data.valid_paths", || {
             "`data.valid_fraction` and `data.valid_paths` exclude each other".into()
         })?;
+        let order = recipe.data.ngram_order;
+        self.at_most("data.ngram_order", order, MAX_NGRAM_ORDER)?;
+        self.ensure(order == 0 || named || held > 0.0, "data.ngram_order", || {
+            "`data.ngram_order` has no effect without `data.valid_fraction` or `data.valid_paths`".into()
+        })?;
+        self.at_most("data.prefetch", recipe.data.prefetch, MAX_PREFETCH)?;
         let made_up = recipe.data.synthetic.is_some();
         self.ensure(!(made_up && named), "data.valid_paths", || {
             "`data.synthetic` and `data.valid_paths` exclude each other".into()

@@ -8,7 +8,8 @@ use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Keys, or the first part of keys, that say how long a run lasts, where it is and what it tells.
-const SILENT: [&str; 6] = ["name", "run", "train.steps", "train.log_every", "checkpoint", "log"];
+const SILENT: [&str; 8] =
+    ["name", "run", "data.prefetch", "data.ngram_order", "train.steps", "train.log_every", "checkpoint", "log"];
 
 /// Keys, or the first part of keys, that change what is trained rather than how fast it learns.
 const WEIGHTY: [&str; 6] =

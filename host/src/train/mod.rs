@@ -37,7 +37,7 @@ pub use folder::{Resume, RunFolder};
 pub use hooks::HookSet;
 
 use crate::checkpoint::{CheckpointReader, CheckpointWriter, Meta, PluginEntry};
-use crate::data::{Batch, Corpus, Loader, Position, Split, Valid};
+use crate::data::{Batch, Corpus, Loader, Position, Prefetch, Split, Valid, ngram};
 use crate::failure::{Cause, Failure, Result};
 use crate::observe::{Progress, StepMetrics, peak_bytes};
 use crate::optim::schedule::Schedule;
@@ -119,6 +119,8 @@ pub struct Start {
     pub loader: Loader,
     /// Held-out documents, if the recipe holds any out.
     pub valid: Option<Valid>,
+    /// Held-out loss of the n-gram model that the recipe asks for, nats per token.
+    pub ngram_loss: Option<f64>,
     pub checkpoint: Option<CheckpointReader>,
     /// None unless the caller adds them.
     pub hooks: HookSet,
@@ -137,6 +139,12 @@ pub fn start(recipe: &Recipe, folder: &RunFolder, options: &Options) -> Result<S
     if let Some(valid) = &valid {
         tracing::info!("held-out data: {}", valid.corpus().summary());
     }
+    let order = recipe.data.ngram_order;
+    let ngram_loss = valid.as_ref().filter(|_| order > 0).map(|valid| {
+        let loss = ngram::held_out_loss(&train, valid.corpus(), order, train.vocab());
+        tracing::info!("held-out loss of an n-gram model of order {order} (Witten-Bell): {loss:.4} nats per token");
+        loss
+    });
     let loader = Loader::over(train, recipe, begin)?;
     if let Some(reader) = &checkpoint {
         let (then, now) = (&reader.index().extra["data"]["sha256"], &loader.corpus().summary().sha256);
@@ -144,7 +152,7 @@ pub fn start(recipe: &Recipe, folder: &RunFolder, options: &Options) -> Result<S
             tracing::warn!("the data is not what the checkpoint was trained on: samples repeat or go missing");
         }
     }
-    Ok(Start { loader, valid, checkpoint, hooks: HookSet::default() })
+    Ok(Start { loader, valid, ngram_loss, checkpoint, hooks: HookSet::default() })
 }
 
 /// Runs the loop until the last step or until `stop` is set.
@@ -196,12 +204,14 @@ pub fn run(
         tracing::info!("nothing to do: {} of {last} steps are done", begin.step);
     }
     let mut profiled = 0.0;
+    let mut batches = Prefetch::new(loader.clone(), begin.step + 1..=last, recipe.data.prefetch)?;
     for step in begin.step + 1..=last {
         hooks.step_begin(step)?;
         let (lr, weight_decay) = schedule.at_step(step);
         let clock = Instant::now();
-        let report =
-            engine.train_step(step, &|micro_batch| loader.batch(step, micro_batch), Hyper { lr, weight_decay })?;
+        let step_batches = batches.next_step()?;
+        let data_seconds = clock.elapsed().as_secs_f64();
+        let report = engine.train_step(step, &|i| step_batches[i].clone(), Hyper { lr, weight_decay })?;
         let seconds = clock.elapsed().as_secs_f64();
         match (options.profile, step == begin.step + 1) {
             (true, true) => engine.start_profile()?,
@@ -216,7 +226,7 @@ pub fn run(
                     "resume from the newest checkpoint with a lower optimizer.lr or a longer schedule.warmup_steps",
                 ));
         }
-        let line = step_metrics(step, lr, seconds, report);
+        let line = step_metrics(step, lr, (seconds, data_seconds), report);
         metrics.write(&line)?;
         hooks.step_end(step, &line.json())?;
         let per_step = started.elapsed().as_secs_f64() / (step - begin.step) as f64;
@@ -279,7 +289,7 @@ fn nonfinite(report: &StepReport) -> Option<String> {
     numbers.into_iter().find(|(_, value)| !value.is_finite()).map(|(name, _)| name.to_string())
 }
 
-fn step_metrics(step: u64, lr: f64, seconds: f64, report: StepReport) -> StepMetrics {
+fn step_metrics(step: u64, lr: f64, (seconds, data_seconds): (f64, f64), report: StepReport) -> StepMetrics {
     StepMetrics {
         step,
         lm_loss: report.loss_sum / report.tokens.max(1) as f64,
@@ -289,6 +299,7 @@ fn step_metrics(step: u64, lr: f64, seconds: f64, report: StepReport) -> StepMet
         tokens: report.tokens,
         tokens_per_second: report.tokens as f64 / seconds.max(f64::MIN_POSITIVE),
         step_seconds: seconds,
+        data_seconds,
         memory_peak_bytes: peak_bytes(),
         more: report.metrics,
     }
