@@ -1,5 +1,6 @@
-//! `metrics.jsonl`: one JSON object per step.
+//! `metrics.jsonl`: one JSON object per step; TensorBoard gets the same numbers.
 
+use super::tensorboard::EventWriter;
 use crate::failure::{Failure, Result};
 use serde::Serialize;
 use serde_json::{Map, Value};
@@ -44,6 +45,7 @@ impl StepMetrics {
 pub struct MetricsWriter {
     path: PathBuf,
     file: File,
+    events: Option<EventWriter>,
 }
 
 impl MetricsWriter {
@@ -53,13 +55,23 @@ impl MetricsWriter {
         RestOfMetrics::read(path, finished_steps)?.drop_lines()?;
         let cannot = |error: std::io::Error| Failure::data(format!("cannot write {}: {error}", path.display()));
         let file = OpenOptions::new().create(true).append(true).open(path).map_err(cannot)?;
-        Ok(MetricsWriter { path: path.to_path_buf(), file })
+        Ok(MetricsWriter { path: path.to_path_buf(), file, events: None })
+    }
+
+    /// Writes every line's numbers as TensorBoard's scalars too.
+    pub fn with_events(mut self, events: EventWriter) -> MetricsWriter {
+        self.events = Some(events);
+        self
     }
 
     /// Writes a step's line.
     pub fn write(&mut self, metrics: &StepMetrics) -> Result<()> {
         let line = serde_json::to_string(metrics).map_err(|error| self.cannot(&error))?;
-        self.line(&line)
+        self.line(&line)?;
+        match &mut self.events {
+            Some(events) => events.write(&metrics.json()),
+            None => Ok(()),
+        }
     }
 
     /// Writes the last line of a run that was stopped in `step`, e.g. why: `nan in loss`.

@@ -41,6 +41,7 @@ impl Owned {
     /// Calls a function of the table; errors carry the provider's name.
     fn call<T>(&self, what: &'static str, f: impl FnOnce(PluginTableRef, Object) -> Reply<T>) -> Result<T> {
         let _watch = watch(&self.provider, what);
+        let _span = tracing::debug_span!("plugin_call", plugin = &*self.provider, call = what).entered();
         f(self.table, self.object).into_result().map_err(|e| self.error(e.into()))
     }
 

@@ -217,6 +217,7 @@ pub(crate) struct Checkpoint {
 #[serde(deny_unknown_fields)]
 pub(crate) struct Log {
     pub(crate) level: LogLevel,
+    pub(crate) tensorboard: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize)]

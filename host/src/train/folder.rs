@@ -2,12 +2,12 @@
 //!
 //! Opening takes the lock and removes what torn saves left; results of earlier runs are touched by
 //! [`RunFolder::begin`] alone, when everything else about the new run has been checked. Nothing is thrown away there:
-//! what does not belong to the run that begins goes to `checkpoints.N`, `metrics.jsonl.N` and `recipe.resolved.yaml.N`,
-//! N the first number that is free for all of them.
+//! what does not belong to the run that begins goes to `checkpoints.N`, `metrics.jsonl.N`, `tensorboard.N` and
+//! `recipe.resolved.yaml.N`, N the first number that is free for all of them.
 
 use crate::checkpoint::Store;
 use crate::failure::{Failure, Result};
-use crate::observe::{MetricsWriter, RestOfMetrics};
+use crate::observe::{EventWriter, MetricsWriter, RestOfMetrics};
 use crate::recipe::Recipe;
 use std::fs::{self, File, TryLockError};
 use std::io::Write;
@@ -15,6 +15,7 @@ use std::path::{Path, PathBuf};
 
 const CHECKPOINTS: &str = "checkpoints";
 const METRICS: &str = "metrics.jsonl";
+const TENSORBOARD: &str = "tensorboard";
 const RESOLVED: &str = "recipe.resolved.yaml";
 
 /// Which checkpoint a run begins from.
@@ -72,7 +73,11 @@ impl RunFolder {
         }
         let resolved = self.root.join(RESOLVED);
         fs::write(&resolved, recipe.resolved_yaml()).map_err(|error| cannot(&resolved, &error))?;
-        MetricsWriter::open(&self.metrics(), step)
+        let metrics = MetricsWriter::open(&self.metrics(), step)?;
+        if !recipe.log.tensorboard {
+            return Ok(metrics);
+        }
+        Ok(metrics.with_events(EventWriter::begin(&self.root.join(TENSORBOARD), step)?))
     }
 
     /// Whether a checkpoint is one of this folder's.
@@ -122,7 +127,9 @@ impl RunFolder {
         }
         let number = self.free_number();
         // Checkpoints last: a plain start after a killed one cuts the metrics where there are none.
-        for name in [METRICS, RESOLVED, CHECKPOINTS].into_iter().filter(|name| self.root.join(name).exists()) {
+        for name in
+            [METRICS, TENSORBOARD, RESOLVED, CHECKPOINTS].into_iter().filter(|name| self.root.join(name).exists())
+        {
             let to = self.root.join(format!("{name}.{number}"));
             fs::rename(self.root.join(name), &to).map_err(|error| cannot(&to, &error))?;
         }
@@ -135,7 +142,9 @@ impl RunFolder {
     /// The first number no results are set aside under.
     fn free_number(&self) -> u64 {
         let taken = |number: &u64| {
-            [CHECKPOINTS, METRICS, RESOLVED].iter().any(|name| self.root.join(format!("{name}.{number}")).exists())
+            [CHECKPOINTS, METRICS, TENSORBOARD, RESOLVED]
+                .iter()
+                .any(|name| self.root.join(format!("{name}.{number}")).exists())
         };
         (1..).find(|number| !taken(number)).unwrap_or(u64::MAX)
     }

@@ -167,6 +167,7 @@ pub fn run(
 ) -> Result<Outcome> {
     let Start { loader, checkpoint, mut hooks, .. } = start;
     let begin = loader.begin();
+    let _run = tracing::info_span!("run", recipe = recipe.name).entered();
     if let Some(reader) = &checkpoint {
         let at = |failure: Failure| failure.at(format!("checkpoint {}", reader.folder().display()));
         let Some(then) = reader.index().extra["recipe"].as_str() else {
@@ -179,6 +180,7 @@ pub fn run(
     check_vocab(engine.vocab(), loader.corpus())?;
     let resumed = match checkpoint {
         Some(mut reader) => {
+            let _load = tracing::info_span!("load").entered();
             engine.load(&mut reader)?;
             hooks.load(&reader.index().extra["hooks"])?;
             let path = reader.folder().to_path_buf();
@@ -206,6 +208,7 @@ pub fn run(
     let mut profiled = 0.0;
     let mut batches = Prefetch::new(loader.clone(), begin.step + 1..=last, recipe.data.prefetch)?;
     for step in begin.step + 1..=last {
+        let _step = tracing::info_span!("step", step).entered();
         hooks.step_begin(step)?;
         let (lr, weight_decay) = schedule.at_step(step);
         let clock = Instant::now();
@@ -313,6 +316,7 @@ fn save(
     loader: &Loader,
     step: u64,
 ) -> Result<()> {
+    let _save = tracing::info_span!("save").entered();
     let clock = Instant::now();
     let mut writer = folder.store().begin(step)?;
     let state = engine.save(&mut writer)?;

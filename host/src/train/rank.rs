@@ -142,7 +142,16 @@ impl<T: Element> Rank<T> {
         if self.programs.contains_key(signature) {
             return Ok(());
         }
+        let (rank, tokens) = (self.groups.world.rank(), signature.tokens);
+        let _record = tracing::info_span!("record", rank, tokens, mode = ?signature.mode).entered();
         let compiled = self.model.compile(signature, states)?;
+        let plan = &compiled.program.plan;
+        tracing::debug!(
+            steps = compiled.program.graph.steps.len(),
+            activation_bytes = plan.act_len * T::BYTES,
+            without_reuse = plan.act_without_reuse * T::BYTES,
+            "rank {rank} recorded a program of {tokens} tokens"
+        );
         if self.check_purity {
             self.model.check_pure(signature, states)?;
         }
@@ -297,6 +306,11 @@ impl<T: Element> Rank<T> {
         Ok(())
     }
 
+    /// What this rank does from now on, for the log.
+    fn span(&self, micro_batch: usize, direction: &'static str) -> tracing::span::EnteredSpan {
+        tracing::debug_span!("micro_batch", rank = self.groups.world.rank(), micro_batch, direction).entered()
+    }
+
     pub(super) fn give_back(&mut self, live: Live<T>) {
         self.free.push(live.arena);
     }
@@ -317,6 +331,7 @@ impl<T: Element> Rank<T> {
             match turn {
                 Turn::Forward(i) => {
                     let (index, batch) = &batches[i];
+                    let _span = self.span(*index, "forward");
                     let info = info(step, *index, batch, true);
                     let mut micro_batch = self.forward(Mode::Train, batch, &info, tokens)?;
                     let finite = self.collect(&micro_batch, batch, tokens, &mut sums);
@@ -326,8 +341,9 @@ impl<T: Element> Rank<T> {
                     live.push_back(micro_batch);
                 }
                 // Micro-batches come back in the order they went.
-                Turn::Backward(_) => {
+                Turn::Backward(i) => {
                     if let Some(mut micro_batch) = live.pop_front() {
+                        let _span = self.span(batches[i].0, "backward");
                         self.backward(&mut micro_batch)?;
                         self.give_back(micro_batch);
                     }

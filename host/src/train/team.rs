@@ -172,7 +172,9 @@ impl<T: Element> Team<T> {
             .map(|(index, jobs)| {
                 let (sender, receiver) = sync_channel(1);
                 let job = job.clone();
+                let span = tracing::Span::current();
                 let _ = jobs.send(Box::new(move |rank| {
+                    let _inside = span.entered();
                     let result = guarded(index, || job(rank));
                     if let Err(e) = &result {
                         let why = format!("rank {index} stopped: {}", e.sentence);
