@@ -5,7 +5,7 @@ use crate::error::{Error, Result};
 use crate::mesh::{Grid, Place};
 use crate::program::dims::{AxisKey, Dim, Segment, local_units};
 use gantry_kernels::philox::{Stream, stream_of};
-use gantry_plugin_api::plan::{Axis, Buffer, BufferUpdate, Init, Layout, ModelPlan, Shard, Stage};
+use gantry_plugin_api::plan::{Axis, Buffer, BufferUpdate, Init, Layout, ModelPlan, Param, Shard, Stage};
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -103,8 +103,10 @@ pub struct ParamEntry {
     pub stored: Stored,
     /// Index in the plan.
     pub plan: usize,
-    pub decay: bool,
+    /// Multiplies the learning rate.
     pub lr_mult: f64,
+    /// Multiplies the weight decay; 0: none.
+    pub wd_mult: f64,
     pub tie: Option<String>,
 }
 
@@ -128,6 +130,14 @@ pub struct ParamTable {
     /// Elements of the flat parameter storage (and of the main gradients).
     pub param_len: usize,
     pub buffer_len: usize,
+}
+
+/// Whether weight decay applies to a parameter: as it is declared, which is by default where it has several dimensions;
+/// never to a bias. The rule is Megatron-LM's: no decay of one-dimensional parameters and of names that end in `.bias`.
+pub(crate) fn decays(param: &Param) -> bool {
+    // A stack of biases, one per expert, is `...bias{experts}`.
+    let name = param.name.split('{').next().unwrap_or_default();
+    param.decay && !name.ends_with(".bias")
 }
 
 /// Storage begins on multiples of this many elements, for vector loads and device copies.
@@ -183,8 +193,8 @@ impl ParamTable {
             table.params.push(ParamEntry {
                 stored,
                 plan: index,
-                decay: param.decay,
                 lr_mult: param.lr_mult,
+                wd_mult: if decays(param) { 1.0 } else { 0.0 },
                 tie: param.tie.clone(),
             });
         }

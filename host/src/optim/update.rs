@@ -1,12 +1,14 @@
-//! One optimizer step over a rank's flat parameters: finalised gradients, global norm, clip, Adam.
+//! One optimizer step over a rank's flat parameters: finalised gradients, global norm, clip, Adam; and buffers that
+//! follow the load of experts.
 //!
-//! Knows parameter tables and groups; knows no programs. Formulas: `gantry_kernels::cpu::optimizer`.
+//! Knows parameter tables and groups; knows no programs. Formulas: `gantry_kernels::cpu::optimizer` and `moe_route`.
 
 use crate::comm::Group;
 use crate::error::Result;
 use crate::model::ParamTable;
+use gantry_kernels::cpu::moe_route::ExpertBiasUpdate;
 use gantry_kernels::cpu::optimizer::{Adam, ClipCoefficient, Decay, SquaredNorm};
-use gantry_kernels::{Args, Element, Kernel};
+use gantry_kernels::{Args, Cost, Element, Kernel};
 
 /// Settings of Adam that do not change during a run.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -79,21 +81,27 @@ pub struct StepHyper {
     pub step: u64,
 }
 
-/// Clips by the global `square` of the gradients and updates every parameter. Returns the gradient norm before clipping;
-/// if it is not finite nothing changes.
-pub fn step<T: Element>(
-    config: &AdamConfig,
-    hyper: StepHyper,
-    table: &ParamTable,
-    square: f64,
-    grads: &[T],
-    params: &mut [T],
-    moments: &mut Moments<T>,
-) -> f64 {
+/// What gradients of global square sum `square` are multiplied by, and their norm before that. If the norm is not finite
+/// the factor is NaN, at which [`apply`] changes nothing.
+pub fn clip<T: Element>(config: &AdamConfig, square: f64) -> (T, f64) {
     let (mut scale, mut norm) = ([T::ZERO], [T::ZERO]);
     let clip = ClipCoefficient { max_norm: config.clip_grad };
     launch(&clip, &[&[T::of(square)], &[T::ONE]], &mut [&mut scale, &mut norm]);
+    (scale[0], norm[0].to_f64())
+}
+
+/// Updates every parameter with its gradient times `scale`. Returns the work by count.
+pub fn apply<T: Element>(
+    config: &AdamConfig,
+    hyper: StepHyper,
+    table: &ParamTable,
+    scale: T,
+    grads: &[T],
+    params: &mut [T],
+    moments: &mut Moments<T>,
+) -> Cost {
     let hyper = [T::of(hyper.lr), T::of(hyper.weight_decay), T::of(hyper.step as f64)];
+    let mut total = Cost::default();
     for entry in &table.params {
         let range = entry.stored.offset..entry.stored.offset + entry.stored.len;
         let adam = Adam {
@@ -103,13 +111,21 @@ pub fn step<T: Element>(
             eps: config.eps,
             decay: if config.decoupled { Decay::Decoupled } else { Decay::L2 },
             lr_mult: entry.lr_mult,
-            wd_mult: if entry.decay { 1.0 } else { 0.0 },
+            wd_mult: entry.wd_mult,
         };
+        let cost = Kernel::cost(&adam);
+        total = Cost::new(total.flops + cost.flops, total.elements + cost.elements);
         launch(
             &adam,
-            &[&grads[range.clone()], &hyper, &scale],
+            &[&grads[range.clone()], &hyper, &[scale]],
             &mut [&mut params[range.clone()], &mut moments.exp_avg[range.clone()], &mut moments.exp_avg_sq[range]],
         );
     }
-    norm[0].to_f64()
+    total
+}
+
+/// Updates an expert bias by the step's counts of assignments to each expert.
+pub fn expert_bias<T: Element>(rate: f64, counts: &[i32], bias: &mut [T]) {
+    let kernel = ExpertBiasUpdate { active: counts.len(), rate };
+    T::launch(&kernel, Args { ins: &[], outs: &mut [bias], ints: &[counts], int_outs: &mut [], work: &mut [] });
 }

@@ -193,9 +193,11 @@ pub struct LossTerm {
     pub seed: ValueId,
 }
 
-/// Tokens per expert of one micro-batch, for the bias update of a buffer.
-#[derive(Clone, Copy, Debug)]
+/// Tokens per expert of one micro-batch and router.
+#[derive(Clone, Debug)]
 pub struct Load {
+    /// Path of the router's call.
+    pub router: Arc<str>,
     /// Buffer entry the counts belong to, if the router has a bias.
     pub buffer: Option<usize>,
     /// Buffer entry that follows each expert's share, if the router has one.
@@ -314,8 +316,17 @@ impl Graph {
 
     /// Path of a step for messages: region and operator call.
     pub fn step_path(&self, step: &Step) -> String {
-        let region = self.regions.get(step.region as usize).map(|r| r.path.to_string()).unwrap_or_default();
-        let call = self.calls.get(step.call as usize).map(|c| c.to_string()).unwrap_or_default();
+        self.path(step.region, step.call)
+    }
+
+    /// Path of the operator call being recorded.
+    pub(super) fn call_path(&self) -> String {
+        self.path(self.region, self.call)
+    }
+
+    fn path(&self, region: u32, call: u32) -> String {
+        let region = self.regions.get(region as usize).map(|r| r.path.to_string()).unwrap_or_default();
+        let call = self.calls.get(call as usize).map(|c| c.to_string()).unwrap_or_default();
         if region.is_empty() { call } else { format!("{region}.{call}") }
     }
 

@@ -151,6 +151,22 @@ pub(crate) struct Optimizer {
     pub(crate) eps: f64,
     pub(crate) weight_decay: f64,
     pub(crate) clip_grad: f64,
+    pub(crate) multipliers: Vec<Multiplier>,
+}
+
+/// An entry of `optimizer.multipliers`.
+#[derive(Clone, Debug, PartialEq, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Multiplier {
+    /// Glob over parameter names.
+    #[serde(rename = "match")]
+    pub(crate) pattern: String,
+    /// Multiplies the learning rate.
+    #[serde(default)]
+    pub(crate) lr: Option<f64>,
+    /// Multiplies the weight decay.
+    #[serde(default)]
+    pub(crate) weight_decay: Option<f64>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize)]

@@ -121,6 +121,14 @@ fn bad_text_is_refused_with_its_line(#[case] more: &str, #[case] sentence: &str)
 #[case("optimizer.betas=[0.9, 1.0]", "`optimizer.betas` is 1, expected 0 to less than 1")]
 #[case("optimizer.lr=-1", "`optimizer.lr` is -1, expected at least 0")]
 #[case("optimizer.eps=0", "`optimizer.eps` is 0, expected more than 0")]
+#[case("optimizer.multipliers=[{match: '[a', lr: 1}]", "`optimizer.multipliers.0.match` is `[a`, which is no glob")]
+#[case(
+    "optimizer.multipliers=[{match: a, lr: 2}, {match: b}]",
+    "`optimizer.multipliers.1` (match: b) states neither `lr` nor `weight_decay`"
+)]
+#[case("optimizer.multipliers=[{match: a, lr: -1}]", "`optimizer.multipliers.0.lr` is -1, expected at least 0")]
+#[case("optimizer.multipliers=[{lr: 1}]", "`optimizer.multipliers.0.match` is required and has no value")]
+#[case("optimizer.multipliers=[{match: a, wd: 1}]", "unknown key `optimizer.multipliers.0.wd`")]
 #[case("train.global_batch_size=1000000000000", "`train.global_batch_size` is 1000000000000, expected at most")]
 #[case("train.micro_batch_size=18446744073709551615", "`train.micro_batch_size` is 18446744073709551615, expected at")]
 #[case("train.seq_length=18446744073709551615", "`train.seq_length` is 18446744073709551615, expected at most")]

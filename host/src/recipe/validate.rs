@@ -222,7 +222,20 @@ impl Check<'_> {
         }
         self.range("optimizer.eps", optimizer.eps, f64::MIN_POSITIVE, f64::MAX)?;
         self.range("optimizer.weight_decay", optimizer.weight_decay, 0.0, f64::MAX)?;
-        self.range("optimizer.clip_grad", optimizer.clip_grad, 0.0, f64::MAX)
+        self.range("optimizer.clip_grad", optimizer.clip_grad, 0.0, f64::MAX)?;
+        for (index, entry) in optimizer.multipliers.iter().enumerate() {
+            let key = format!("optimizer.multipliers.{index}");
+            let glob = globset::Glob::new(&entry.pattern).is_ok() && !entry.pattern.is_empty();
+            self.ensure(glob, &key, || format!("`{key}.match` is `{}`, which is no glob", entry.pattern))?;
+            self.ensure(entry.lr.is_some() || entry.weight_decay.is_some(), &key, || {
+                format!("`{key}` (match: {}) states neither `lr` nor `weight_decay`", entry.pattern)
+            })?;
+            let factors = [("lr", entry.lr), ("weight_decay", entry.weight_decay)];
+            for (name, factor) in factors.into_iter().filter_map(|(name, factor)| Some((name, factor?))) {
+                self.range(&format!("{key}.{name}"), factor, 0.0, f64::MAX)?;
+            }
+        }
+        Ok(())
     }
 
     fn schedule(&self, recipe: &Recipe) -> Result<()> {

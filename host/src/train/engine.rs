@@ -6,6 +6,7 @@ use crate::checkpoint::{CheckpointReader, CheckpointWriter, LogicalTensor, Plugi
 use crate::data::Batch;
 use crate::error::{Error, Result};
 use crate::mesh::Grid;
+use crate::optim::multipliers;
 use crate::optim::update::{AdamConfig, StepHyper};
 use crate::plugin::PluginSet;
 use crate::program::profile::Profile;
@@ -153,7 +154,13 @@ pub struct TeamEngine<T: Element> {
 impl<T: Element> TeamEngine<T> {
     fn new(recipe: &Recipe, spec: &TeamSpec, plugins: Vec<PluginEntry>) -> Result<TeamEngine<T>> {
         let micro_batches = recipe.train.global_batch_size / recipe.train.micro_batch_size;
-        Ok(TeamEngine { team: Team::start(spec)?, adam: adam(recipe), micro_batches, plugins })
+        let team = Team::start(spec)?;
+        let factors = multipliers::resolve(&team.plan, &recipe.optimizer.multipliers)?;
+        team.all(move |rank| {
+            multipliers::apply(&factors, &mut rank.model.table);
+            Ok(())
+        })?;
+        Ok(TeamEngine { team, adam: adam(recipe), micro_batches, plugins })
     }
 
     fn load_kinds(&self, reader: &mut CheckpointReader, kinds: &[Kind]) -> Result<()> {

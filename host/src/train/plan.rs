@@ -10,6 +10,7 @@ use super::team::{TeamSpec, stages};
 use crate::error::Result;
 use crate::mesh::Place;
 use crate::model::ParamTable;
+use crate::optim::multipliers;
 use crate::plugin::PluginSet;
 use crate::program::graph::{Action, Graph};
 use crate::program::states::States;
@@ -85,6 +86,7 @@ pub fn plan(recipe: &Recipe, plugins: PluginSet, ranks: Option<usize>) -> Result
     spec.grid.check()?;
     let provider = spec.plugins.provider(&spec.provider, &spec.config)?;
     let plan = provider.plan()?;
+    multipliers::resolve(&plan, &recipe.optimizer.multipliers)?;
     let stages = stages(&plan, spec.grid.pp)?;
     let mut distinct: BTreeMap<(usize, usize), RankReport> = BTreeMap::new();
     let mut reports = Vec::new();

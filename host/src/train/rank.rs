@@ -12,7 +12,7 @@ use crate::program::profile::Profile;
 use crate::program::replay::{Arena, Memory, Phase};
 use crate::program::states::States;
 use crate::schedule::{Turn, one_forward_one_backward};
-use gantry_kernels::{Cost, Element};
+use gantry_kernels::Element;
 use gantry_plugin_api::plan::{AxisSetting, BufferUpdate, MicroBatchInfo};
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -53,6 +53,26 @@ pub struct StepSums {
     pub nonfinite: Option<String>,
 }
 
+/// A router over all programs: by the buffer that its load moves, or by the path of its call if it moves none.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum RouterKey {
+    Buffer(usize),
+    Path(Arc<str>),
+}
+
+/// What a router did in a step.
+#[derive(Debug, Default)]
+struct RouterLoad {
+    /// Buffer entries that follow the load.
+    buffers: [Option<usize>; 2],
+    /// The counts cover this rank's rows only and are summed over tp.
+    seq: bool,
+    /// Assignments to each expert; nothing if the router was not there.
+    sums: Vec<f64>,
+    /// The same for the kernel.
+    counts: Vec<i32>,
+}
+
 /// One rank's model and state.
 pub struct Rank<T> {
     pub model: StageModel,
@@ -62,13 +82,15 @@ pub struct Rank<T> {
     pub grads: Vec<T>,
     pub buffers: Vec<T>,
     pub moments: Moments<T>,
+    /// What clipping multiplies the gradients of the step by; NaN where they have no finite norm.
+    scale: T,
     pub(super) programs: BTreeMap<Signature, Compiled>,
     /// Arenas not in use. Programs share them: between steps evaluation finds those of training idle.
     free: Vec<Arena<T>>,
     /// Parameter entries whose main gradient is a sum over tp not yet taken.
     partial: Vec<bool>,
-    /// Tokens per expert since the last bias update, per buffer entry, and whether they cover this rank's rows only.
-    loads: BTreeMap<usize, (Vec<f64>, bool)>,
+    /// Loads of the step's routers.
+    loads: BTreeMap<RouterKey, RouterLoad>,
     /// Arenas ever allocated: constant after warm-up.
     arenas: usize,
     pub state_gradients: BTreeMap<String, Vec<f64>>,
@@ -100,6 +122,7 @@ impl<T: Element> Rank<T> {
         Ok(Rank {
             grads: zeros(len, "gradients")?,
             moments: Moments { exp_avg: zeros(len, "optimizer state")?, exp_avg_sq: zeros(len, "optimizer state")? },
+            scale: T::of(f64::NAN),
             partial: vec![false; model.table.params.len()],
             params,
             buffers,
@@ -265,22 +288,18 @@ impl<T: Element> Rank<T> {
                 *sums.metrics.entry(name.clone()).or_default() += one(*id);
             }
         }
-        for (at, load) in program.graph.loads.iter().enumerate() {
+        for load in &program.graph.loads {
             let counts = program.get_int(&live.arena, load.counts);
-            // Routers without a buffer keep their load under a number no buffer has.
-            let number = usize::MAX - at;
-            let keys = match (load.buffer, load.share) {
-                (None, None) => [Some(number), None],
-                keys => [keys.0, keys.1],
+            let key = match load.buffer.or(load.share) {
+                Some(buffer) => RouterKey::Buffer(buffer),
+                None => RouterKey::Path(load.router.clone()),
             };
-            for key in keys.into_iter().flatten() {
-                let (sum, seq) = self.loads.entry(key).or_insert_with(|| (vec![0.0; counts.len()], load.seq));
-                *seq = load.seq;
-                if sum.len() < counts.len() {
-                    sum.resize(counts.len(), 0.0);
-                }
-                sum.iter_mut().zip(counts).for_each(|(sum, &n)| *sum += f64::from(n));
+            let router = self.loads.entry(key).or_default();
+            (router.buffers, router.seq) = ([load.buffer, load.share], load.seq);
+            if router.sums.len() < counts.len() {
+                router.sums.resize(counts.len(), 0.0);
             }
+            router.sums.iter_mut().zip(counts).for_each(|(sum, &n)| *sum += f64::from(n));
         }
         finite
     }
@@ -320,7 +339,7 @@ impl<T: Element> Rank<T> {
     pub fn gradients(&mut self, step: u64, batches: &[(usize, Arc<Batch>)]) -> Result<StepSums> {
         self.grads.fill(T::ZERO);
         self.state_gradients.clear();
-        self.loads.clear();
+        self.loads.values_mut().for_each(|load| load.sums.clear());
         let mut count = [batches.iter().flat_map(|b| &b.1.loss_mask).map(|&m| f64::from(m)).sum::<f64>()];
         self.groups.dp.all_reduce_f64(&mut count)?;
         let tokens = count[0].max(1.0);
@@ -352,11 +371,11 @@ impl<T: Element> Rank<T> {
         }
         let (tp, dp) = (self.groups.tp.as_ref(), self.groups.dp.as_ref());
         update::finalise(&self.model.table, &self.partial, &mut self.grads, tp, dp)?;
-        for (load, seq) in self.loads.values_mut() {
-            if *seq {
-                self.groups.tp.all_reduce_f64(load)?;
+        for load in self.loads.values_mut().filter(|load| !load.sums.is_empty()) {
+            if load.seq {
+                self.groups.tp.all_reduce_f64(&mut load.sums)?;
             }
-            self.groups.dp.all_reduce_f64(load)?;
+            self.groups.dp.all_reduce_f64(&mut load.sums)?;
         }
         self.reduce(sums)
     }
@@ -376,9 +395,9 @@ impl<T: Element> Rank<T> {
         let ratios: Vec<f64> = self
             .loads
             .values()
-            .filter_map(|(load, _)| {
-                let mean = load.iter().sum::<f64>() / load.len().max(1) as f64;
-                (mean > 0.0).then(|| load.iter().copied().fold(0.0, f64::max) / mean)
+            .filter_map(|load| {
+                let mean = load.sums.iter().sum::<f64>() / load.sums.len().max(1) as f64;
+                (mean > 0.0).then(|| load.sums.iter().copied().fold(0.0, f64::max) / mean)
             })
             .collect();
         let here = if self.model.place.tp == 0 && self.model.place.dp == 0 { 1.0 } else { 0.0 };
@@ -390,40 +409,53 @@ impl<T: Element> Rank<T> {
         Ok(sums)
     }
 
-    /// Clips, updates parameters and buffers. Returns the gradient norm; if it is not finite nothing has changed.
-    pub fn update(&mut self, config: &AdamConfig, hyper: StepHyper) -> Result<f64> {
+    /// Norm of the gradients over all ranks before clipping, and what clipping multiplies them by.
+    pub fn grad_norm(&mut self, config: &AdamConfig) -> Result<f64> {
         let mut square = [update::square(&self.model.table, &self.grads, self.model.place.tp)];
         self.groups.tp.all_reduce_f64(&mut square)?;
         self.groups.pp.all_reduce_f64(&mut square)?;
-        let table = &self.model.table;
-        let clock = Instant::now();
-        let norm = update::step(config, hyper, table, square[0], &self.grads, &mut self.params, &mut self.moments);
-        if let Some(profile) = &mut self.profile {
-            // Adam reads and writes parameter and moments and reads the gradient: about 15 operations a parameter.
-            let n = self.params.len() as f64;
-            profile.add("optimizer", clock.elapsed(), Cost::new(15.0 * n, 7.0 * n), T::BYTES);
-        }
-        if norm.is_finite() {
-            self.update_buffers();
-        }
+        let (scale, norm) = update::clip(config, square[0]);
+        self.scale = scale;
         Ok(norm)
     }
 
-    /// Buffers that follow the load: bias += rate * sign(mean load - load) over the experts that were there, or each
-    /// expert's share of it.
+    /// Updates parameters and buffers by the clipped gradients of the step; [`Rank::grad_norm`] comes first. If the norm
+    /// is not finite nothing changes.
+    pub fn apply(&mut self, config: &AdamConfig, hyper: StepHyper) {
+        if !self.scale.is_finite() {
+            return;
+        }
+        let clock = Instant::now();
+        let (table, scale) = (&self.model.table, self.scale);
+        let cost = update::apply(config, hyper, table, scale, &self.grads, &mut self.params, &mut self.moments);
+        if let Some(profile) = &mut self.profile {
+            profile.add("optimizer", clock.elapsed(), cost, T::BYTES);
+        }
+        self.update_buffers();
+    }
+
+    /// Clips, updates parameters and buffers. Returns the gradient norm; if it is not finite nothing has changed.
+    pub fn update(&mut self, config: &AdamConfig, hyper: StepHyper) -> Result<f64> {
+        let norm = self.grad_norm(config)?;
+        self.apply(config, hyper);
+        Ok(norm)
+    }
+
+    /// Buffers that follow the load of the experts that were there.
     fn update_buffers(&mut self) {
-        for (index, entry) in self.model.table.buffers.iter().enumerate() {
-            let Some((load, _)) = self.loads.get(&index) else { continue };
-            let sum = load.iter().sum::<f64>();
-            let mean = sum / load.len().max(1) as f64;
-            let buffer = &mut self.buffers[entry.stored.offset..][..entry.stored.len];
-            for (value, &load) in buffer.iter_mut().zip(load) {
+        for RouterLoad { buffers, sums, counts, .. } in self.loads.values_mut() {
+            let total = sums.iter().sum::<f64>();
+            for entry in buffers.iter().flatten().map(|&index| &self.model.table.buffers[index]) {
+                let buffer = &mut self.buffers[entry.stored.offset..][..entry.stored.len];
                 match entry.update {
                     BufferUpdate::ExpertBias { rate } => {
-                        let sign = if load == mean { 0.0 } else { (mean - load).signum() };
-                        *value += T::of(rate * sign);
+                        counts.clear();
+                        counts.extend(sums.iter().map(|&sum| sum as i32));
+                        update::expert_bias(rate, counts, buffer);
                     }
-                    BufferUpdate::LoadShare if sum > 0.0 => *value = T::of(load / sum),
+                    BufferUpdate::LoadShare if total > 0.0 => {
+                        buffer.iter_mut().zip(sums.iter()).for_each(|(to, load)| *to = T::of(load / total));
+                    }
                     _ => {}
                 }
             }

@@ -5,7 +5,7 @@ use super::compare::Check;
 use gantry::mesh::Grid;
 use gantry::model::ParamTable;
 use gantry::optim::schedule::{LearningRate, WeightDecay};
-use gantry::optim::update::{AdamConfig, Moments, StepHyper, square, step};
+use gantry::optim::update::{AdamConfig, Moments, StepHyper, apply, clip, square};
 use gantry::recipe::{ScheduleKind, WeightDecayKind, WsdDecay};
 use gantry_kernels::Element;
 use gantry_plugin_api::plan::{Block, Init, Layout, ModelPlan, Param, Stage};
@@ -21,15 +21,16 @@ pub fn adam<T: Element>(check: &mut Check<'_>) -> Result<()> {
     for name in &names {
         let Tensor { shape, .. } = case.tensor(&format!("in.param.{name}"))?;
         let mut param = Param::new(name, 0, shape.iter().map(|&n| Layout::Fixed(n)), Init::Zeros);
-        let decays = multiplier("wd_mult", name)? != 0.0;
-        if param.decay != decays && !name.ends_with(".bias") {
-            return Err(format!("weight decay of {name}: the declaration's default is {}", param.decay));
-        }
-        (param.decay, param.lr_mult) = (decays, multiplier("lr_mult", name)?);
+        param.lr_mult = multiplier("lr_mult", name)?;
         plan.params.push(param);
     }
     let table = ParamTable::new(&plan, &Stage { begin: 0, end: 1 }, Grid::SINGLE, Grid::SINGLE.place(0));
     let table = table.map_err(|e| e.to_string())?;
+    for (entry, name) in table.params.iter().zip(&names) {
+        if entry.wd_mult != multiplier("wd_mult", name)? {
+            return Err(format!("weight decay of {name} is multiplied by {}", entry.wd_mult));
+        }
+    }
     let fill = |flat: &mut [T], tensor: &dyn Fn(&str) -> String| -> Result<()> {
         for (entry, name) in table.params.iter().zip(&names) {
             let values = &case.tensor(&tensor(name))?.data;
@@ -56,7 +57,9 @@ pub fn adam<T: Element>(check: &mut Check<'_>) -> Result<()> {
         let lr = row["lr"].as_f64().ok_or("a step has no lr")?;
         let hyper = StepHyper { lr, weight_decay: case.number("wd")?, step: number };
         let sum = square(&table, &grads, 0);
-        norms.push(step(&config, hyper, &table, sum, &grads, &mut params, &mut moments));
+        let (scale, norm) = clip(&config, sum);
+        apply(&config, hyper, &table, scale, &grads, &mut params, &mut moments);
+        norms.push(norm);
         for (what, flat) in [("param", &params), ("exp_avg", &moments.exp_avg), ("exp_avg_sq", &moments.exp_avg_sq)] {
             for (entry, name) in table.params.iter().zip(&names) {
                 let values: Vec<f64> =

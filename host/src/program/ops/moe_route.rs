@@ -126,7 +126,8 @@ fn choose(
     if cx.needs_grad(&[x]) {
         cx.g.pin(counts);
         let entry = |buffer: Option<ValueId>| buffer.and_then(|buffer| cx.value(buffer).param);
-        let load = Load { buffer: entry(bias), share: entry(share), counts, seq: v.seq };
+        let router = cx.g.call_path().into();
+        let load = Load { router, buffer: entry(bias), share: entry(share), counts, seq: v.seq };
         cx.g.loads.push(load);
     }
     Ok(Results::from_iter([probs, indices]))
