@@ -43,9 +43,11 @@ impl Progress {
     pub fn step(&self, metrics: &StepMetrics, total: u64, seconds_per_step: f64, logged: bool) {
         let step = metrics.step;
         let left = seconds_per_step * total.saturating_sub(step) as f64;
+        let held_out = metrics.more.get("valid_loss").and_then(serde_json::Value::as_f64);
         let line = format!(
-            "loss {:.4}  grad norm {:.3}  lr {:.2e}  {} tokens/s  {} left",
+            "loss {:.4}{}  grad norm {:.3}  lr {:.2e}  {} tokens/s  {} left",
             metrics.lm_loss,
+            held_out.map(|loss| format!("  held-out {loss:.4}")).unwrap_or_default(),
             metrics.grad_norm,
             metrics.lr,
             thousands(metrics.tokens_per_second),

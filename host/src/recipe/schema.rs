@@ -130,6 +130,21 @@ pub(crate) struct Train {
     pub(crate) precision: Precision,
     pub(crate) seed: u64,
     pub(crate) log_every: u64,
+    pub(crate) eval_every: u64,
+    /// `None`: all.
+    pub(crate) eval_samples: Option<usize>,
+    pub(crate) sample: Option<Sample>,
+}
+
+/// Text written at the end of a run.
+#[derive(Clone, Debug, PartialEq, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Sample {
+    pub(crate) prompt: String,
+    /// Most tokens written.
+    pub(crate) tokens: usize,
+    /// 0: always the likeliest token.
+    pub(crate) temperature: f64,
 }
 
 /// Arithmetic of forward and backward; parameters and optimizer state are at least fp32.

@@ -153,6 +153,12 @@ fn bad_text_is_refused_with_its_line(#[case] more: &str, #[case] sentence: &str)
     "data.synthetic={vocab: 9, document_length: 5, tokens: 9}",
     "`data.synthetic` and `data.paths` exclude each other"
 )]
+#[case("train.eval_every=5", "`train.eval_every` has no effect without `data.valid_fraction` or `data.valid_paths`")]
+#[case("train.eval_samples=0", "`train.eval_samples` is 0, expected at least 1")]
+#[case("train.sample={prompt: a, tokens: 0, temperature: 1}", "`train.sample.tokens` is 0, expected at least 1")]
+#[case("train.sample={prompt: a, tokens: 5, temperature: -1}", "`train.sample.temperature` is -1, expected at least 0")]
+#[case("train.sample={prompt: a}", "`train.sample.tokens` is required and has no value")]
+#[case("train.sample={prompt: a, token: 5}", "unknown key `train.sample.token`")]
 #[case("data.paths=[]", "neither `data.paths` nor `data.synthetic` is given")]
 #[case("data.valid_fraction=1", "`data.valid_fraction` is 1, expected 0 to less than 1")]
 #[case("data.valid_fraction=-0.1", "`data.valid_fraction` is -0.1, expected 0 to less than 1")]

@@ -182,6 +182,18 @@ impl Check<'_> {
         self.at_least_one("train.micro_batch_size", train.micro_batch_size as u64)?;
         self.at_least_one("train.global_batch_size", train.global_batch_size as u64)?;
         self.at_least_one("train.log_every", train.log_every)?;
+        self.at_least_one("train.eval_samples", train.eval_samples.map_or(1, |samples| samples as u64))?;
+        let held_out = recipe.data.valid_fraction > 0.0 || !recipe.data.valid_paths.is_empty();
+        self.ensure(train.eval_every == 0 || held_out, "train.eval_every", || {
+            "`train.eval_every` has no effect without `data.valid_fraction` or `data.valid_paths`".into()
+        })?;
+        if let Some(sample) = &train.sample {
+            self.at_least_one("train.sample.tokens", sample.tokens as u64)?;
+            self.range("train.sample.temperature", sample.temperature, 0.0, f64::MAX)?;
+            self.ensure(recipe.data.synthetic.is_none(), "train.sample", || {
+                "`train.sample` is text, and `data.synthetic` has none".into()
+            })?;
+        }
         self.at_most("train.seq_length", train.seq_length, MAX_TOKENS)?;
         self.at_most("train.micro_batch_size", train.micro_batch_size, MAX_BATCH)?;
         self.at_most("train.global_batch_size", train.global_batch_size, MAX_BATCH)?;

@@ -8,8 +8,19 @@ use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Keys, or the first part of keys, that say how long a run lasts, where it is and what it tells.
-const SILENT: [&str; 8] =
-    ["name", "run", "data.prefetch", "data.ngram_order", "train.steps", "train.log_every", "checkpoint", "log"];
+const SILENT: [&str; 11] = [
+    "name",
+    "run",
+    "data.prefetch",
+    "data.ngram_order",
+    "train.steps",
+    "train.log_every",
+    "train.eval_every",
+    "train.eval_samples",
+    "train.sample",
+    "checkpoint",
+    "log",
+];
 
 /// Keys, or the first part of keys, that change what is trained rather than how fast it learns.
 const WEIGHTY: [&str; 6] =
@@ -101,6 +112,7 @@ mod tests {
     #[case::nothing("name: a", "name: a", None)]
     #[case::length("steps: 5", "steps: 9", None)]
     #[case::logging("level: info", "level: debug", None)]
+    #[case::looking("steps: 5", "steps: 5, eval_every: 3, sample: {tokens: 5}", None)]
     #[case::same_number("base: 10000", "base: 1.0e4", None)]
     #[case::not_set("layers: 2", "layers: 2, more: null", None)]
     #[case::rate("lr: 1", "lr: 2", Some("changed since the checkpoint: optimizer.lr (1, now 2)"))]

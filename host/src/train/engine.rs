@@ -1,7 +1,7 @@
 //! From a recipe to an engine: the team of ranks that the loop drives.
 
 use super::team::{ElasticSpec, Kind, Team, TeamSpec};
-use super::{Engine, Hyper, StepReport};
+use super::{Engine, Hyper, LossSums, StepReport};
 use crate::checkpoint::{CheckpointReader, CheckpointWriter, LogicalTensor, PluginEntry};
 use crate::data::Batch;
 use crate::error::{Error, Result};
@@ -148,6 +148,7 @@ pub struct TeamEngine<T: Element> {
     pub team: Team<T>,
     adam: AdamConfig,
     micro_batches: usize,
+    seq_length: usize,
     plugins: Vec<PluginEntry>,
 }
 
@@ -160,7 +161,8 @@ impl<T: Element> TeamEngine<T> {
             multipliers::apply(&factors, &mut rank.model.table);
             Ok(())
         })?;
-        Ok(TeamEngine { team, adam: adam(recipe), micro_batches, plugins })
+        let seq_length = recipe.train.seq_length;
+        Ok(TeamEngine { team, adam: adam(recipe), micro_batches, seq_length, plugins })
     }
 
     fn load_kinds(&self, reader: &mut CheckpointReader, kinds: &[Kind]) -> Result<()> {
@@ -182,6 +184,15 @@ impl<T: Element> TeamEngine<T> {
 
 /// Kinds of tensors in a checkpoint.
 const KINDS: [Kind; 4] = [Kind::Params, Kind::Buffers, Kind::ExpAvg, Kind::ExpAvgSq];
+
+/// Tokens of the shortest program for logits.
+const SHORTEST: usize = 64;
+
+/// Tokens of the program that gives logits after `context` tokens: few different lengths, as each is recorded once, and
+/// none much longer than it must be. Sequence parallelism spreads them over the tp ranks.
+fn program_length(context: usize, window: usize, tp: usize) -> usize {
+    context.next_power_of_two().max(SHORTEST).min(window.max(context)).next_multiple_of(tp)
+}
 
 /// What providers call the axis of token ids.
 const VOCAB_AXIS: &str = "vocab";
@@ -251,6 +262,18 @@ impl<T: Element> Engine for TeamEngine<T> {
         self.load_kinds(reader, &[Kind::Params, Kind::Buffers])
     }
 
+    fn evaluate(&mut self, step: u64, batches: Vec<Batch>) -> Result<LossSums> {
+        self.team.evaluate(step, batches)
+    }
+
+    fn next_logits(&mut self, context: &[i32]) -> Result<Vec<f64>> {
+        self.team.next_logits(context, program_length(context.len(), self.seq_length, self.team.grid.tp))
+    }
+
+    fn window(&self) -> usize {
+        self.seq_length
+    }
+
     fn vocab(&self) -> Option<usize> {
         self.team.plan.axes.iter().find(|axis| axis.name == VOCAB_AXIS).map(|axis| axis.size)
     }
@@ -276,5 +299,26 @@ impl<T: Element> Engine for TeamEngine<T> {
 
     fn plugins(&self) -> Vec<PluginEntry> {
         self.plugins.clone()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rstest::rstest;
+
+    #[rstest]
+    #[case(1, 256, 1, 64)]
+    #[case(65, 256, 1, 128)]
+    #[case(200, 256, 2, 256)]
+    #[case(3, 48, 1, 48)]
+    #[case(40, 50, 4, 52)]
+    fn programs_are_few_and_short(
+        #[case] context: usize,
+        #[case] window: usize,
+        #[case] tp: usize,
+        #[case] length: usize,
+    ) {
+        assert_eq!(program_length(context, window, tp), length);
     }
 }

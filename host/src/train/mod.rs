@@ -13,6 +13,7 @@
 //!     train_step           for each micro-batch: batch -> forward -> loss -> backward
 //!                          gradients finalised -> norm -> clip -> optimizer -> buffers
 //!     non-finite?          last line of metrics.jsonl, exit 5, nothing saved
+//!     held-out data        every `train.eval_every` steps and after the last one: loss without gradients
 //!     metrics              metrics.jsonl                                                           hook: step_end
 //!     progress
 //!     checkpoint           every `checkpoint.every` steps, after the last one, and on a stop signal    hook: save
@@ -27,13 +28,16 @@ mod changes;
 pub mod engine;
 pub mod evaluate;
 mod folder;
+pub mod held_out;
 pub mod hooks;
 pub mod plan;
 pub mod rank;
 pub mod record;
 pub mod team;
 
+pub use evaluate::LossSums;
 pub use folder::{Resume, RunFolder};
+pub use held_out::{Evaluation, HeldOut};
 pub use hooks::HookSet;
 
 use crate::checkpoint::{CheckpointReader, CheckpointWriter, Meta, PluginEntry};
@@ -81,6 +85,12 @@ pub trait Engine {
     fn load(&mut self, reader: &mut CheckpointReader) -> Result<()>;
     /// Reads parameters and buffers only, for a run that begins from another one's.
     fn load_weights(&mut self, reader: &mut CheckpointReader) -> Result<()>;
+    /// Loss of micro-batches of one shape, without gradients; changes nothing that a step or a checkpoint sees.
+    fn evaluate(&mut self, step: u64, batches: Vec<Batch>) -> Result<LossSums>;
+    /// Logits [vocab] of the token after `context`, which is not empty and at most [`Engine::window`] long.
+    fn next_logits(&mut self, context: &[i32]) -> Result<Vec<f64>>;
+    /// The longest context, in tokens.
+    fn window(&self) -> usize;
     /// Tokens the model knows, if it says so.
     fn vocab(&self) -> Option<usize>;
     /// Times every step from now on.
@@ -165,7 +175,8 @@ pub fn run(
     progress: &Progress,
     stop: &AtomicBool,
 ) -> Result<Outcome> {
-    let Start { loader, checkpoint, mut hooks, .. } = start;
+    let Start { loader, valid, ngram_loss, checkpoint, mut hooks } = start;
+    let held_out = valid.map(|valid| HeldOut::new(valid, recipe));
     let begin = loader.begin();
     let _run = tracing::info_span!("run", recipe = recipe.name).entered();
     if let Some(reader) = &checkpoint {
@@ -205,7 +216,7 @@ pub fn run(
     if begin.step >= last {
         tracing::info!("nothing to do: {} of {last} steps are done", begin.step);
     }
-    let mut profiled = 0.0;
+    let (mut profiled, mut evaluation) = (0.0, None);
     let mut batches = Prefetch::new(loader.clone(), begin.step + 1..=last, recipe.data.prefetch)?;
     for step in begin.step + 1..=last {
         let _step = tracing::info_span!("step", step).entered();
@@ -229,11 +240,25 @@ pub fn run(
                     "resume from the newest checkpoint with a lower optimizer.lr or a longer schedule.warmup_steps",
                 ));
         }
-        let line = step_metrics(step, lr, (seconds, data_seconds), report);
+        let mut line = step_metrics(step, lr, (seconds, data_seconds), report);
+        evaluation = match held_out.as_ref().filter(|held_out| held_out.due(step, last)) {
+            Some(held_out) => held_out.after(engine, step, last, stop)?,
+            None => None,
+        };
+        if let Some(evaluation) = &evaluation {
+            if !evaluation.loss_sum.is_finite() {
+                metrics.stopped(step, "nan in the held-out loss")?;
+                return Err(Failure::numerical(format!("step {step}: NaN or infinity in the held-out loss")));
+            }
+            evaluation.add_to(&mut line.more);
+        }
         metrics.write(&line)?;
         hooks.step_end(step, &line.json())?;
         let per_step = started.elapsed().as_secs_f64() / (step - begin.step) as f64;
-        let logged = step.is_multiple_of(recipe.train.log_every) || step == begin.step + 1 || step == last;
+        let logged = step.is_multiple_of(recipe.train.log_every)
+            || step == begin.step + 1
+            || step == last
+            || evaluation.is_some();
         progress.step(&line, last, per_step, logged);
         let stopping = stop.load(Ordering::Relaxed);
         let due = recipe.checkpoint.every > 0 && step.is_multiple_of(recipe.checkpoint.every);
@@ -257,6 +282,10 @@ pub fn run(
     hooks.run_end()?;
     if let Some((profile, ranks)) = engine.take_profile()? {
         tracing::info!("where the time went, all ranks added up:\n{}", profile.table(profiled * ranks as f64));
+    }
+    if let Some(evaluation) = &evaluation {
+        let baseline = ngram_loss.map(|loss| (format!("an n-gram model of order {}", recipe.data.ngram_order), loss));
+        tracing::info!("{}", evaluation.sentence(baseline));
     }
     Ok(Outcome::Finished)
 }

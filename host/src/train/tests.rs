@@ -55,6 +55,29 @@ impl Engine for Counter {
         self.load(reader)
     }
 
+    /// The mean of the weights it sees, so that the parameters show.
+    fn evaluate(&mut self, _: u64, batches: Vec<Batch>) -> Result<LossSums> {
+        let mut sums = LossSums::default();
+        for batch in &batches {
+            for (&label, &mask) in batch.labels.iter().zip(&batch.loss_mask) {
+                sums.loss_sum += f64::from(mask) * self.weights[label as usize];
+                sums.tokens += f64::from(mask);
+            }
+        }
+        if self.nan_at == Some(NAN_IN_EVALUATION) {
+            sums.loss_sum = f64::NAN;
+        }
+        Ok(sums)
+    }
+
+    fn next_logits(&mut self, _: &[i32]) -> Result<Vec<f64>> {
+        Ok(self.weights.clone())
+    }
+
+    fn window(&self) -> usize {
+        16
+    }
+
     fn vocab(&self) -> Option<usize> {
         Some(self.weights.len())
     }
@@ -66,6 +89,8 @@ impl Engine for Counter {
 
 /// Instead of a step: the parameters are broken, and no loss shows it.
 const NAN_IN_WEIGHTS: u64 = 0;
+/// The same for held-out data.
+const NAN_IN_EVALUATION: u64 = u64::MAX;
 
 fn recipe(set: &[&str]) -> Recipe {
     let text = "name: t\nmodules: {lm: {provider: p}}\noptimizer: {lr: 1e-2}\n\
@@ -319,4 +344,70 @@ fn another_model_does_not_go_on_from_a_checkpoint() {
     let other = recipe(&["train.seed=3", "train.steps=12"]);
     assert_eq!(train_recipe(&other, root.path(), Options::default(), None, None).0, Ok(Outcome::Finished));
     assert_eq!(losses(root.path()).len(), 12);
+}
+
+/// The held-out loss of every step that has one.
+fn held_out_losses(root: &Path) -> Vec<(u64, f64)> {
+    let text = std::fs::read_to_string(root.join("metrics.jsonl")).unwrap();
+    let lines = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    lines.filter_map(|line| Some((line["step"].as_u64()?, line["valid_loss"].as_f64()?))).collect()
+}
+
+#[test]
+fn held_out_data_is_looked_at_when_asked_and_after_the_last_step() {
+    let roots = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    let held = "data.valid_fraction=0.2";
+    let (outcome, weights) = train_recipe(&recipe(&[held]), roots[0].path(), Options::default(), None, None);
+    assert_eq!(outcome, Ok(Outcome::Finished));
+    let often = recipe(&[held, "train.eval_every=4"]);
+    let (_, same) = train_recipe(&often, roots[1].path(), Options::default(), None, None);
+    assert_eq!(same, weights);
+    assert_eq!(losses(roots[1].path()), losses(roots[0].path()));
+    let last = held_out_losses(roots[0].path());
+    let all = held_out_losses(roots[1].path());
+    assert_eq!(all.iter().map(|(step, _)| *step).collect::<Vec<_>>(), [4, 8, 10]);
+    assert_eq!(all[2..], last);
+    // A pass over part of the samples sees other tokens, except after the last step.
+    let some = recipe(&[held, "train.eval_every=4", "train.eval_samples=3"]);
+    train_recipe(&some, roots[2].path(), Options::default(), None, None).0.unwrap();
+    let part = held_out_losses(roots[2].path());
+    assert!(part[0].1 != all[0].1 && part[1].1 != all[1].1);
+    assert_eq!(part[2], all[2]);
+}
+
+#[test]
+fn held_out_loss_is_the_mean_over_all_held_out_tokens() {
+    let root = tempfile::tempdir().unwrap();
+    let recipe = recipe(&["data.valid_fraction=0.2"]);
+    let (_, weights) = train_recipe(&recipe, root.path(), Options::default(), None, None);
+    let corpus = Split::open(&recipe).unwrap().valid.unwrap();
+    let mut tokens = vec![0; corpus.len()];
+    corpus.read(0, &mut tokens);
+    let mean = tokens.iter().map(|&token| weights[token as usize]).sum::<f64>() / tokens.len() as f64;
+    let loss = held_out_losses(root.path())[0].1;
+    assert!((loss - mean).abs() < 1e-12 * mean.abs(), "{loss} {mean}");
+    let text = std::fs::read_to_string(root.path().join("metrics.jsonl")).unwrap();
+    let line: Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();
+    assert_eq!(line["valid_perplexity"], json!(loss.exp()));
+    // Made-up tokens stand for no bytes.
+    assert!(line.get("valid_bits_per_byte").is_none());
+}
+
+#[test]
+fn held_out_loss_that_is_no_number_ends_the_run() {
+    let root = tempfile::tempdir().unwrap();
+    let recipe = recipe(&["data.valid_fraction=0.2", "train.eval_every=2"]);
+    let failure = train_recipe(&recipe, root.path(), Options::default(), Some(NAN_IN_EVALUATION), None).0.unwrap_err();
+    assert_eq!(failure.sentence, "step 2: NaN or infinity in the held-out loss");
+    assert_eq!(failure.exit_status(), 5);
+    assert_eq!(steps(root.path(), "metrics.jsonl"), [1, 2]);
+}
+
+#[test]
+fn stopped_run_does_not_wait_for_held_out_data() {
+    let root = tempfile::tempdir().unwrap();
+    let recipe = recipe(&["data.valid_fraction=0.2", "train.eval_every=2"]);
+    let outcome = train_recipe(&recipe, root.path(), Options::default(), None, Some(4)).0;
+    assert_eq!(outcome, Ok(Outcome::Stopped));
+    assert_eq!(held_out_losses(root.path()).iter().map(|(step, _)| *step).collect::<Vec<_>>(), [2]);
 }

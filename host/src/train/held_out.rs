@@ -1,0 +1,164 @@
+//! A pass over held-out documents, and what it says: during a run, at its end, and for `gantry eval`.
+
+use super::Engine;
+use super::evaluate::LossSums;
+use crate::data::Valid;
+use crate::error::Result;
+use crate::recipe::Recipe;
+use serde_json::{Map, Value, json};
+use std::f64::consts::LN_2;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Cross entropy of held-out text.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Evaluation {
+    /// Nats.
+    pub loss_sum: f64,
+    /// Tokens predicted, ends of documents included.
+    pub tokens: u64,
+    /// Bytes of text they stand for; 0 if they stand for none.
+    pub bytes: u64,
+}
+
+impl Evaluation {
+    /// Nats per token.
+    pub fn loss(&self) -> f64 {
+        self.loss_sum / self.tokens.max(1) as f64
+    }
+
+    /// exp of the loss per token.
+    pub fn perplexity(&self) -> f64 {
+        self.loss().exp()
+    }
+
+    /// Nats per byte of text. The ends of documents cost nats and are no bytes.
+    pub fn loss_per_byte(&self) -> Option<f64> {
+        self.per_byte(self.loss())
+    }
+
+    pub fn bits_per_byte(&self) -> Option<f64> {
+        Some(self.loss_per_byte()? / LN_2)
+    }
+
+    /// A loss per token of this text as a loss per byte of it.
+    fn per_byte(&self, loss: f64) -> Option<f64> {
+        (self.bytes > 0).then(|| loss * self.tokens as f64 / self.bytes as f64)
+    }
+
+    /// The loss in words, beside that of another model of the same text: (name, nats per token).
+    pub fn sentence(&self, other: Option<(String, f64)>) -> String {
+        let shown = |loss: f64| match self.per_byte(loss) {
+            Some(nats) => (format!("{nats:.4}"), format!(" ({:.3} bits)", nats / LN_2), "byte"),
+            None => (format!("{loss:.4}"), String::new(), "token"),
+        };
+        let (loss, bits, unit) = shown(self.loss());
+        let other = other.map(|(name, loss)| {
+            let (loss, bits, _) = shown(loss);
+            format!("; {name}: {loss}{bits}")
+        });
+        format!("held-out loss {loss} nats per {unit}{bits}{}", other.unwrap_or_default())
+    }
+
+    /// Adds its numbers to a step's line of metrics.
+    pub fn add_to(&self, metrics: &mut Map<String, Value>) {
+        metrics.insert("valid_loss".into(), json!(self.loss()));
+        metrics.insert("valid_perplexity".into(), json!(self.perplexity()));
+        if let Some(bits) = self.bits_per_byte() {
+            metrics.insert("valid_bits_per_byte".into(), json!(bits));
+        }
+    }
+}
+
+/// When to look at held-out documents, and at how many of their samples.
+#[derive(Clone, Debug)]
+pub struct HeldOut {
+    valid: Valid,
+    micro_batch_size: usize,
+    every: u64,
+    samples: Option<usize>,
+}
+
+/// Micro-batches made at a time.
+const CHUNK: usize = 32;
+
+impl HeldOut {
+    pub fn new(valid: Valid, recipe: &Recipe) -> HeldOut {
+        let train = &recipe.train;
+        HeldOut {
+            valid,
+            micro_batch_size: train.micro_batch_size,
+            every: train.eval_every,
+            samples: train.eval_samples,
+        }
+    }
+
+    pub fn valid(&self) -> &Valid {
+        &self.valid
+    }
+
+    /// Whether a pass follows `step`.
+    pub fn due(&self, step: u64, last: u64) -> bool {
+        step == last || self.every > 0 && step.is_multiple_of(self.every)
+    }
+
+    /// The pass after a step: `train.eval_samples` samples, after the last step all. Nothing if `stop` is set meanwhile.
+    pub fn after(
+        &self,
+        engine: &mut dyn Engine,
+        step: u64,
+        last: u64,
+        stop: &AtomicBool,
+    ) -> Result<Option<Evaluation>> {
+        let samples = self.samples.filter(|_| step != last).unwrap_or(usize::MAX);
+        self.pass(engine, step, samples, stop)
+    }
+
+    /// A pass over about `samples` samples, spread evenly over the documents.
+    pub fn pass(
+        &self,
+        engine: &mut dyn Engine,
+        step: u64,
+        samples: usize,
+        stop: &AtomicBool,
+    ) -> Result<Option<Evaluation>> {
+        let all = self.valid.micro_batches(self.micro_batch_size);
+        let number = samples.div_ceil(self.micro_batch_size).min(all);
+        let (mut sums, mut bytes) = (LossSums::default(), 0);
+        let text = self.valid.corpus().summary().bytes > 0;
+        for begin in (0..number).step_by(CHUNK) {
+            if stop.load(Ordering::Relaxed) {
+                return Ok(None);
+            }
+            let some = begin..(begin + CHUNK).min(number);
+            let batches: Vec<_> = some.map(|i| self.valid.batch(i * all / number, self.micro_batch_size)).collect();
+            for batch in batches.iter().filter(|_| text) {
+                let end = self.valid.corpus().end();
+                let counted = batch.labels.iter().zip(&batch.loss_mask).filter(|&(&label, &m)| m > 0.0 && label != end);
+                bytes += counted.count() as u64;
+            }
+            sums += engine.evaluate(step, batches)?;
+        }
+        Ok(Some(Evaluation { loss_sum: sums.loss_sum, tokens: sums.tokens.round() as u64, bytes }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn losses_per_token_and_byte() {
+        let text = Evaluation { loss_sum: 300.0, tokens: 240, bytes: 200 };
+        assert_eq!((text.loss(), text.loss_per_byte()), (1.25, Some(1.5)));
+        assert_eq!(text.perplexity(), 1.25f64.exp());
+        assert!((text.bits_per_byte().unwrap() - 2.164).abs() < 1e-3);
+        let other = Some(("a rival".to_string(), 1.5));
+        assert_eq!(
+            text.sentence(other),
+            "held-out loss 1.5000 nats per byte (2.164 bits); a rival: 1.8000 (2.597 bits)"
+        );
+        let ids = Evaluation { bytes: 0, ..text };
+        assert_eq!((ids.loss_per_byte(), ids.bits_per_byte()), (None, None));
+        assert_eq!(ids.sentence(None), "held-out loss 1.2500 nats per token");
+    }
+}
