@@ -1,5 +1,6 @@
 //! Gantry: a large-model trainer whose models are plugins.
 
+pub mod bench;
 pub mod checkpoint;
 pub mod cli;
 pub mod comm;

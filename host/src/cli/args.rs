@@ -3,7 +3,7 @@
 use crate::failure::{Failure, Result};
 use crate::recipe::{Overrides, Recipe};
 use clap::{Args, Parser, Subcommand};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Trains large models whose architecture is a plugin.
 #[derive(Debug, Parser)]
@@ -21,6 +21,8 @@ pub(super) enum Command {
     Plan(Plan),
     /// Describes a plugin: providers, configuration, parameters, axes. A crashing plugin is reported.
     Inspect(Inspect),
+    /// Measures operators, or a recipe's steps, against the machine's fastest matrix product and copy.
+    Bench(Bench),
 }
 
 /// A recipe and what overrides it.
@@ -82,17 +84,41 @@ pub(super) struct Inspect {
     pub in_process: bool,
 }
 
+#[derive(Debug, Args)]
+pub(super) struct Bench {
+    /// A recipe file, or operators such as linear,ssd_scan; default: all operators.
+    #[arg(value_name = "OPS|RECIPE")]
+    pub what: Option<String>,
+    /// Overrides a value of the recipe, e.g. train.seq_length=512; later ones win.
+    #[arg(long = "set", value_name = "KEY.PATH=VALUE")]
+    pub set: Vec<String>,
+    /// Steps of the recipe to measure [default: 10].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub steps: Option<u32>,
+    /// Ranks, as threads of this process; default: as many as the grids need.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub ranks: Option<u32>,
+    /// Prints JSON.
+    #[arg(long)]
+    pub json: bool,
+}
+
 impl RecipeArguments {
     /// Loads the recipe; `run_dir` overrides its run folder.
     pub fn load(self, run_dir: Option<PathBuf>) -> Result<Recipe> {
-        let mut overrides = Overrides::from_process(self.set);
-        if let Some(dir) = run_dir {
-            let dir = dir.to_str().ok_or_else(|| Failure::recipe(format!("--run-dir {}: not UTF-8", dir.display())))?;
-            // JSON is YAML: quoted, a name like `5` or `a: b` stays text.
-            overrides.set.push(format!("run.dir={}", serde_json::Value::from(dir)));
-        }
-        Recipe::load(&self.recipe, &overrides)
+        recipe(&self.recipe, self.set, run_dir)
     }
+}
+
+/// Loads a recipe with `--set` values; `run_dir` overrides its run folder.
+pub(super) fn recipe(path: &Path, set: Vec<String>, run_dir: Option<PathBuf>) -> Result<Recipe> {
+    let mut overrides = Overrides::from_process(set);
+    if let Some(dir) = run_dir {
+        let dir = dir.to_str().ok_or_else(|| Failure::recipe(format!("--run-dir {}: not UTF-8", dir.display())))?;
+        // JSON is YAML: quoted, a name like `5` or `a: b` stays text.
+        overrides.set.push(format!("run.dir={}", serde_json::Value::from(dir)));
+    }
+    Recipe::load(path, &overrides)
 }
 
 #[cfg(test)]

@@ -5,6 +5,7 @@
 //! for a defect of Gantry itself. May depend on everything; nothing depends on it.
 
 mod args;
+mod bench;
 mod inspect;
 mod plan;
 mod train;
@@ -43,6 +44,7 @@ fn run(arguments: Arguments) -> Result<()> {
         Command::Train(arguments) => train::run(arguments),
         Command::Plan(arguments) => plan::run(arguments),
         Command::Inspect(arguments) => inspect::run(arguments),
+        Command::Bench(arguments) => bench::run(arguments),
     }
 }
 

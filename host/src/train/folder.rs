@@ -5,6 +5,7 @@
 //! what does not belong to the run that begins goes to `checkpoints.N`, `metrics.jsonl.N`, `tensorboard.N` and
 //! `recipe.resolved.yaml.N`, N the first number that is free for all of them.
 
+use crate::bench::step::Breakdown;
 use crate::checkpoint::Store;
 use crate::failure::{Failure, Result};
 use crate::observe::{EventWriter, MetricsWriter, RestOfMetrics};
@@ -155,6 +156,13 @@ impl RunFolder {
 
     pub fn metrics(&self) -> PathBuf {
         self.root.join(METRICS)
+    }
+
+    /// Writes `profile.json`.
+    pub fn write_profile(&self, breakdown: &Breakdown) -> Result<()> {
+        let path = self.root.join("profile.json");
+        let text = serde_json::to_string_pretty(breakdown).unwrap_or_default();
+        fs::write(&path, text + "\n").map_err(|error| cannot(&path, &error))
     }
 
     pub fn log(&self) -> PathBuf {

@@ -40,6 +40,7 @@ pub use folder::{Resume, RunFolder};
 pub use held_out::{Evaluation, HeldOut};
 pub use hooks::HookSet;
 
+use crate::bench::step::{Breakdown, ceilings};
 use crate::checkpoint::{CheckpointReader, CheckpointWriter, Meta, PluginEntry};
 use crate::data::{Batch, Corpus, Loader, Position, Prefetch, Split, Valid, ngram};
 use crate::failure::{Cause, Failure, Result};
@@ -216,7 +217,9 @@ pub fn run(
     if begin.step >= last {
         tracing::info!("nothing to do: {} of {last} steps are done", begin.step);
     }
-    let (mut profiled, mut evaluation) = (0.0, None);
+    // Steps, seconds and tokens.
+    let mut profiled = (0, 0.0, 0);
+    let mut evaluation = None;
     let mut batches = Prefetch::new(loader.clone(), begin.step + 1..=last, recipe.data.prefetch)?;
     for step in begin.step + 1..=last {
         let _step = tracing::info_span!("step", step).entered();
@@ -229,7 +232,9 @@ pub fn run(
         let seconds = clock.elapsed().as_secs_f64();
         match (options.profile, step == begin.step + 1) {
             (true, true) => engine.start_profile()?,
-            (true, false) => profiled += seconds,
+            (true, false) => {
+                profiled = (profiled.0 + 1, profiled.1 + seconds, profiled.2 + report.tokens);
+            }
             _ => {}
         }
         if let Some(place) = nonfinite(&report) {
@@ -281,7 +286,10 @@ pub fn run(
     progress.end();
     hooks.run_end()?;
     if let Some((profile, ranks)) = engine.take_profile()? {
-        tracing::info!("where the time went, all ranks added up:\n{}", profile.table(profiled * ranks as f64));
+        let (steps, seconds, tokens) = profiled;
+        let breakdown = Breakdown::new(&profile, ranks, steps, seconds, tokens, ceilings(recipe));
+        tracing::info!("where the time went, all ranks added up:\n{}", breakdown.table());
+        folder.write_profile(&breakdown)?;
     }
     if let Some(evaluation) = &evaluation {
         let baseline = ngram_loss.map(|loss| (format!("an n-gram model of order {}", recipe.data.ngram_order), loss));
