@@ -24,8 +24,9 @@ pub(super) fn run(arguments: args::Train) -> Result<()> {
     start_logging(recipe.log.level, &folder.log(), &progress)?;
     let plugins = super::plugins(&recipe)?;
     let mut start = train::start(&recipe, &folder, &options)?;
-    start.hooks = HookSet::create(&recipe, &plugins)?;
-    let mut engine = engine::create(&recipe, plugins, arguments.ranks.map(|n| n as usize))?;
+    start.hooks = HookSet::create(&recipe, &plugins).map_err(|failure| recipe.locate(failure))?;
+    let mut engine = engine::create(&recipe, plugins, arguments.ranks.map(|n| n as usize))
+        .map_err(|failure| recipe.locate(failure))?;
     signals.loop_begins()?;
     let outcome = train::run(&recipe, engine.as_mut(), &folder, start, &options, &progress, &signals.stop);
     progress.end();

@@ -19,6 +19,8 @@ pub struct Split {
     pub train: Arc<Corpus>,
     /// Held-out documents, if the recipe holds any out.
     pub valid: Option<Arc<Corpus>>,
+    /// Nats per token below which no model goes; known of a made-up corpus.
+    pub entropy: Option<f64>,
 }
 
 impl Split {
@@ -42,7 +44,11 @@ impl Split {
         };
         check(data, &train, &valid)?;
         let held = data.valid_fraction > 0.0 || !data.valid_paths.is_empty();
-        Ok(Split { train: Arc::new(train.finish()), valid: held.then(|| Arc::new(valid.finish())) })
+        Ok(Split {
+            train: Arc::new(train.finish()),
+            valid: held.then(|| Arc::new(valid.finish())),
+            entropy: data.synthetic.as_ref().map(synthetic::entropy),
+        })
     }
 }
 
@@ -129,7 +135,7 @@ fn check(data: &Data, train: &Builder, valid: &Builder) -> Result<()> {
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
-    use crate::recipe::Synthetic;
+    use crate::recipe::{Synthetic, Task};
     use rstest::rstest;
 
     pub fn data(paths: &[&Path]) -> Data {
@@ -217,7 +223,7 @@ pub(super) mod tests {
 
     #[test]
     fn made_up_documents_are_held_out_by_number() {
-        let synthetic = Synthetic { vocab: 33, document_length: 20, tokens: 20_000 };
+        let synthetic = Synthetic { task: Task::Copy, vocab: 33, document_length: 20, tokens: 20_000 };
         let mut data = Data { synthetic: Some(synthetic), ..data(&[]) };
         let whole = Split::of(&data, 3).unwrap().train;
         data.valid_fraction = 0.1;

@@ -72,7 +72,7 @@ fn words(actual: &Actual) -> String {
 }
 
 /// Rust's type names in the user's words.
-fn wanted(expected: &str) -> &str {
+pub(super) fn wanted(expected: &str) -> &str {
     match expected {
         "u64" | "usize" => "a whole number from 0",
         "f64" => "a number",

@@ -1,18 +1,22 @@
 //! Reading and merging the layers of a recipe: defaults < extended files < the file < environment < `--set`.
 //!
-//! Every layer keeps where it came from, and files keep the line of every key, so that an error about a merged value
+//! Every layer keeps where it came from, and files keep the place of every key, so that an error about a merged value
 //! can name the place that wrote it.
 
 use super::{Overrides, Recipe, error};
 use crate::failure::{Failure, Result};
 use figment::value::{Dict, Map, Tag, Value};
 use figment::{Figment, Metadata, Profile, Provider};
-use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde::de::{DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor};
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 const DEFAULTS: &str = include_str!("defaults.yaml");
+
+/// Largest recipe file; larger ones are something else.
+const MAX_BYTES: usize = 1 << 20;
 
 /// The defaults' entry that describes one element of `modules`.
 const MODULE_TEMPLATE: &str = "module";
@@ -21,10 +25,10 @@ const MODULE_TEMPLATE: &str = "module";
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Origin {
     Defaults,
-    /// A file with the line of each key path, from 1. `path` is empty for a recipe given as text.
+    /// A file with the line and column of each key path, from 1. `path` is empty for a recipe given as text.
     File {
         path: PathBuf,
-        lines: BTreeMap<String, u64>,
+        keys: BTreeMap<String, (u64, u64)>,
     },
     Environment(String),
     Set(String),
@@ -97,7 +101,13 @@ impl Layers {
         if !reading.seen.insert(identity.clone()) {
             return Ok(());
         }
-        let text = std::fs::read_to_string(path).map_err(unreadable)?;
+        let about = path.metadata().map_err(unreadable)?;
+        let text = if about.is_file() { read_text(path).map_err(unreadable)? } else { Err("it is no file") };
+        let text = text.map_err(|why| {
+            let place = named_by.as_ref().map(|place| format!("{place}: ")).unwrap_or_default();
+            Failure::recipe(format!("{place}{} is no recipe: {why}", path.display()))
+                .remedy("name a YAML file, e.g. one of recipes/")
+        })?;
         reading.open.push(identity);
         self.add_text(&text, path, reading)?;
         reading.open.pop();
@@ -106,7 +116,7 @@ impl Layers {
 
     fn add_text(&mut self, text: &str, path: &Path, reading: &mut Reading) -> Result<()> {
         let syntax = |error: serde_saphyr::Error| {
-            let line = error.location().map(|at| format!(":{}", at.line())).unwrap_or_default();
+            let line = error.location().map(|at| format!(":{}:{}", at.line(), at.column())).unwrap_or_default();
             let full = error.without_snippet().to_string();
             // The parser's advice to its own caller and its copy of the location are left out.
             let message = full.lines().next().unwrap_or("");
@@ -117,10 +127,10 @@ impl Layers {
             return Err(Failure::recipe(format!("recipe {} is empty", name_of(path))));
         }
         let mut values: Dict = serde_saphyr::from_str(text).map_err(syntax)?;
-        let mut lines = BTreeMap::new();
-        serde_saphyr::with_deserializer_from_str(text, |de| KeyLines { prefix: "", lines: &mut lines }.deserialize(de))
+        let mut keys = BTreeMap::new();
+        serde_saphyr::with_deserializer_from_str(text, |de| KeyPlaces { path: "", keys: &mut keys }.deserialize(de))
             .map_err(syntax)?;
-        let origin = Origin::File { path: path.to_path_buf(), lines };
+        let origin = Origin::File { path: path.to_path_buf(), keys };
         let extended = parents(values.remove("extends"), &origin)?;
         let place = origin.describe("extends");
         self.layers.push(Layer { origin, values });
@@ -194,18 +204,23 @@ impl Layers {
         self.layers.iter().rev().find(|layer| find(&layer.values, key).is_some()).map(|layer| &layer.origin)
     }
 
-    /// The place that wrote `key`, or, where none did, the nearest enclosing section, for the head of a sentence.
+    /// The place that wrote `key`, or, where none did, the nearest enclosing section (of a file, if one has it), for the
+    /// head of a sentence.
     pub(super) fn place(&self, key: &str) -> String {
-        let mut part = key;
-        loop {
-            match self.origin_of(part) {
-                Some(Origin::Defaults) | None => match part.rsplit_once('.') {
-                    Some((outer, _)) => part = outer,
-                    None => return self.main_file(),
-                },
-                Some(origin) => return origin.describe(part),
-            }
+        if let Some(origin) = self.origin_of(key).filter(|origin| **origin != Origin::Defaults) {
+            return origin.describe(key);
         }
+        let enclosing = std::iter::successors(key.rsplit_once('.'), |(outer, _)| outer.rsplit_once('.'));
+        enclosing.filter_map(|(outer, _)| self.section(outer)).next().unwrap_or_else(|| self.main_file())
+    }
+
+    /// Where a section stands: in a file, if one has it, as overrides write single keys into it.
+    pub(super) fn section(&self, key: &str) -> Option<String> {
+        let writers = self.layers.iter().rev().filter(|layer| find(&layer.values, key).is_some());
+        let mut writers = writers.map(|layer| &layer.origin).filter(|origin| **origin != Origin::Defaults);
+        let strongest = writers.next()?;
+        let file = std::iter::once(strongest).chain(writers).find(|origin| matches!(origin, Origin::File { .. }));
+        Some(file.unwrap_or(strongest).describe(key))
     }
 
     /// The recipe itself: the strongest file.
@@ -227,14 +242,17 @@ impl Layers {
 }
 
 impl Origin {
-    /// `file:line`, the variable or the option.
+    /// `file:line:column` of the key or of what encloses it, the variable or the option.
     pub(super) fn describe(&self, key: &str) -> String {
         match self {
             Origin::Defaults => "defaults".into(),
-            Origin::File { path, lines } => match lines.get(key) {
-                Some(line) => format!("{}:{line}", name_of(path)),
-                None => name_of(path),
-            },
+            Origin::File { path, keys } => {
+                let enclosing = std::iter::successors(Some(key), |key| Some(key.rsplit_once('.')?.0));
+                match enclosing.filter_map(|key| keys.get(key)).next() {
+                    Some((line, column)) => format!("{}:{line}:{column}", name_of(path)),
+                    None => name_of(path),
+                }
+            }
             Origin::Environment(name) => format!("environment variable {name}"),
             Origin::Set(assignment) => format!("--set {assignment}"),
         }
@@ -249,6 +267,16 @@ fn plain_words(message: &str) -> &str {
         ("recursive references", "an alias (`*name`) stands inside the value that it repeats"),
     ];
     known.iter().find(|(theirs, _)| message.contains(theirs)).map_or(message, |(_, ours)| ours)
+}
+
+/// A file's text, or why it is none that a recipe could be.
+fn read_text(path: &Path) -> std::io::Result<Result<String, &'static str>> {
+    let mut bytes = Vec::new();
+    std::fs::File::open(path)?.take(MAX_BYTES as u64 + 1).read_to_end(&mut bytes)?;
+    if bytes.len() > MAX_BYTES {
+        return Ok(Err("it is larger than 1 MiB"));
+    }
+    Ok(String::from_utf8(bytes).map_err(|_| "it is not UTF-8 text"))
 }
 
 fn name_of(path: &Path) -> String {
@@ -345,13 +373,19 @@ impl Provider for Tree<'_> {
     }
 }
 
-/// Walks a YAML document and notes the line of every key.
-struct KeyLines<'a> {
-    prefix: &'a str,
-    lines: &'a mut BTreeMap<String, u64>,
+/// Walks a YAML document and notes the place of every key. Elements of lists count as keys `0`, `1`, ...
+struct KeyPlaces<'a> {
+    path: &'a str,
+    keys: &'a mut BTreeMap<String, (u64, u64)>,
 }
 
-impl<'de> DeserializeSeed<'de> for KeyLines<'_> {
+impl KeyPlaces<'_> {
+    fn inner(&self, name: &str) -> String {
+        if self.path.is_empty() { name.to_string() } else { format!("{}.{name}", self.path) }
+    }
+}
+
+impl<'de> DeserializeSeed<'de> for KeyPlaces<'_> {
     type Value = ();
 
     fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> std::result::Result<(), D::Error> {
@@ -365,7 +399,7 @@ macro_rules! ignore_scalars {
     };
 }
 
-impl<'de> Visitor<'de> for KeyLines<'_> {
+impl<'de> Visitor<'de> for KeyPlaces<'_> {
     type Value = ();
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -374,15 +408,20 @@ impl<'de> Visitor<'de> for KeyLines<'_> {
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> std::result::Result<(), A::Error> {
         while let Some(key) = map.next_key::<serde_saphyr::Spanned<String>>()? {
-            let path = format!("{}{}", self.prefix, key.value);
-            self.lines.insert(path.clone(), key.referenced.line());
-            map.next_value_seed(KeyLines { prefix: &format!("{path}."), lines: self.lines })?;
+            let path = self.inner(&key.value);
+            self.keys.insert(path.clone(), (key.referenced.line(), key.referenced.column()));
+            map.next_value_seed(KeyPlaces { path: &path, keys: self.keys })?;
         }
         Ok(())
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> std::result::Result<(), A::Error> {
-        while seq.next_element::<IgnoredAny>()?.is_some() {}
+        for index in 0.. {
+            let path = self.inner(&index.to_string());
+            if seq.next_element_seed(KeyPlaces { path: &path, keys: self.keys })?.is_none() {
+                break;
+            }
+        }
         Ok(())
     }
 

@@ -2,11 +2,12 @@
 //!
 //! `defaults.yaml` states every key once, with its default and meaning; `layers.rs` reads and merges the layers and
 //! knows which file, line, variable or option a key came from; `schema.rs` holds the typed, immutable result;
-//! `validate.rs` checks what types cannot; `error.rs` words the refusals. May depend on nothing but `failure`;
+//! `validate.rs` checks what types cannot; `error.rs` words the refusals, and `place.rs` finds the keys that others refuse. May depend on nothing but `failure`;
 //! knows no model, mesh or device.
 
 mod error;
 mod layers;
+mod place;
 mod schema;
 mod validate;
 
@@ -53,6 +54,7 @@ impl Recipe {
         recipe.make_paths_absolute(&layers)?;
         validate::check(&recipe, &layers)?;
         recipe.resolved = layers::to_yaml(&merged, &recipe)?;
+        recipe.places = place::Places::new(layers);
         Ok(recipe)
     }
 

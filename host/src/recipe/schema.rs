@@ -26,6 +26,9 @@ pub struct Recipe {
     /// The text of `recipe.resolved.yaml`; not a key.
     #[serde(skip)]
     pub(super) resolved: String,
+    /// Who wrote which key; not a key.
+    #[serde(skip)]
+    pub(super) places: super::place::Places,
 }
 
 /// An entry of `plugins`: a path, or `{path, sha256}`.
@@ -112,12 +115,25 @@ pub(crate) enum Tokenizer {
 #[derive(Clone, Debug, PartialEq, Eq, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Synthetic {
+    #[serde(default)]
+    pub(crate) task: Task,
     /// Number of different tokens; the last one ends documents.
     pub(crate) vocab: usize,
     /// Mean tokens per document.
     pub(crate) document_length: usize,
     /// Tokens in all.
     pub(crate) tokens: usize,
+}
+
+/// What there is to learn in a made-up corpus; `data/synthetic.rs` describes each.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Task {
+    Uniform,
+    #[default]
+    Markov,
+    Copy,
+    Induction,
 }
 
 #[derive(Clone, Debug, serde::Deserialize)]

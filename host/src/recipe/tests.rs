@@ -90,18 +90,18 @@ fn resolved_recipe_loads_to_the_same() {
 }
 
 #[rstest]
-#[case("trian:\n  steps: 3\n", "recipe:14: unknown key `trian`; the nearest known key is `train`")]
+#[case("trian:\n  steps: 3\n", "recipe:14:1: unknown key `trian`; the nearest known key is `train`")]
 #[case(
     "checkpoint:\n  evry: 3\n",
-    "recipe:15: unknown key `checkpoint.evry`; the nearest known key is `checkpoint.every`"
+    "recipe:15:3: unknown key `checkpoint.evry`; the nearest known key is `checkpoint.every`"
 )]
-#[case("seq_length: 3\n", "recipe:14: unknown key `seq_length`; the nearest known key is `train.seq_length`")]
+#[case("seq_length: 3\n", "recipe:14:1: unknown key `seq_length`; the nearest known key is `train.seq_length`")]
 #[case(
     "log: {level: dbug}\n",
-    "recipe:14: `log.level` is `dbug`, expected one of error, warn, info, debug, trace; the nearest is `debug`"
+    "recipe:14:7: `log.level` is `dbug`, expected one of error, warn, info, debug, trace; the nearest is `debug`"
 )]
-#[case("run: 5\n", "recipe:14: `run` is `5`, expected a mapping")]
-#[case("train: {}\n", "recipe:14: not a YAML mapping: duplicate mapping key: train")]
+#[case("run: 5\n", "recipe:14:1: `run` is `5`, expected a mapping")]
+#[case("train: {}\n", "recipe:14:1: not a YAML mapping: duplicate mapping key: train")]
 fn bad_text_is_refused_with_its_line(#[case] more: &str, #[case] sentence: &str) {
     let failure = Recipe::parse(&format!("{GOOD}{more}"), &Overrides::default()).unwrap_err();
     assert_eq!((failure.sentence.as_str(), failure.exit_status()), (sentence, 2));
@@ -135,6 +135,14 @@ fn bad_text_is_refused_with_its_line(#[case] more: &str, #[case] sentence: &str)
 #[case(
     "data={paths: [], synthetic: {vocab: 9, document_length: 5, tokens: 1000000000000}}",
     "`data.synthetic.tokens` is 1000000000000, expected at most 2147483648"
+)]
+#[case(
+    "data={paths: [], synthetic: {task: copy, vocab: 2, document_length: 5, tokens: 9}}",
+    "`data.synthetic.vocab` is 2, expected 3 to 2147483647"
+)]
+#[case(
+    "data={paths: [], synthetic: {task: copi, vocab: 9, document_length: 5, tokens: 9}}",
+    "`data.synthetic.task` is `copi`, expected one of uniform, markov, copy, induction; the nearest is `copy`"
 )]
 #[case("data.exclude=['[']", "`data.exclude` has `[`, which is no glob")]
 #[case("data.extensions=[.txt]", "extensions are written without the dot: `txt`")]
@@ -234,8 +242,28 @@ fn misspelt_variable_is_named() {
 #[test]
 fn missing_key_names_file_and_remedy() {
     let failure = Recipe::parse(&GOOD.replace("  lr: 1e-3", "  eps: 1e-9"), &Overrides::default()).unwrap_err();
-    assert_eq!(failure.sentence, "recipe:12: `optimizer.lr` is required and has no value");
+    assert_eq!(failure.sentence, "recipe:12:1: `optimizer.lr` is required and has no value");
     assert!(failure.remedy.unwrap().contains("--set optimizer.lr=VALUE"));
+}
+
+/// A file, a folder or a device that is no recipe: refused in one sentence, quickly.
+#[rstest]
+#[case::huge("x".repeat(1 << 21).into_bytes(), "it is larger than 1 MiB")]
+#[case::binary(b"name: \xff\n".to_vec(), "it is not UTF-8 text")]
+fn file_that_is_no_recipe_is_refused(#[case] bytes: Vec<u8>, #[case] why: &str) {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("r.yaml");
+    std::fs::write(&file, bytes).unwrap();
+    let failure = Recipe::load(&file, &Overrides::default()).unwrap_err();
+    assert_eq!(failure.sentence, format!("{} is no recipe: {why}", file.display()));
+    std::fs::write(folder.path().join("top.yaml"), "name: a\nextends: r.yaml\n").unwrap();
+    let failure = Recipe::load(&folder.path().join("top.yaml"), &Overrides::default()).unwrap_err();
+    assert!(failure.sentence.contains("top.yaml:2:1: ") && failure.sentence.ends_with(why), "{failure}");
+    for path in [folder.path(), Path::new("/dev/zero"), Path::new("/dev/null")] {
+        let failure = Recipe::load(path, &Overrides::default()).unwrap_err();
+        assert_eq!(failure.sentence, format!("{} is no recipe: it is no file", path.display()));
+        assert_eq!((failure.exit_status(), failure.details.len()), (2, 0));
+    }
 }
 
 #[test]
@@ -253,6 +281,6 @@ fn missing_file_is_named_with_who_extends_it() {
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("a.yaml"), "name: a\nextends: none.yaml\n").unwrap();
     let failure = Recipe::load(&folder.path().join("a.yaml"), &Overrides::default()).unwrap_err();
-    assert!(failure.sentence.contains("a.yaml:2: cannot read recipe") && failure.sentence.contains("none.yaml"));
+    assert!(failure.sentence.contains("a.yaml:2:1: cannot read recipe") && failure.sentence.contains("none.yaml"));
     assert_eq!(failure.exit_status(), 2);
 }

@@ -3,7 +3,7 @@
 //! Sizes that only the plan or the mesh knows (heads by tp, samples by dp) are checked where they are known.
 
 use super::layers::Layers;
-use super::{Device, Precision, Recipe, ScheduleKind, WeightDecayKind};
+use super::{Device, Precision, Recipe, ScheduleKind, Task, WeightDecayKind};
 use crate::failure::{Failure, Result};
 
 pub(super) fn check(recipe: &Recipe, layers: &Layers) -> Result<()> {
@@ -162,8 +162,13 @@ impl Check<'_> {
             (None, false) => Ok(()),
             (Some(synthetic), true) => {
                 let vocab = synthetic.vocab;
-                self.ensure((2..=i32::MAX as usize).contains(&vocab), "data.synthetic.vocab", || {
-                    format!("`data.synthetic.vocab` is {vocab}, expected 2 to {}", i32::MAX)
+                // Copying needs a separator, a chain a word, pairs a key and a value, all the end of a document.
+                let least = match synthetic.task {
+                    Task::Uniform | Task::Markov => 2,
+                    Task::Copy | Task::Induction => 3,
+                };
+                self.ensure((least..=i32::MAX as usize).contains(&vocab), "data.synthetic.vocab", || {
+                    format!("`data.synthetic.vocab` is {vocab}, expected {least} to {}", i32::MAX)
                 })?;
                 self.at_least_one("data.synthetic.tokens", synthetic.tokens as u64)?;
                 self.at_most("data.synthetic.tokens", synthetic.tokens, MAX_SYNTHETIC_TOKENS)?;

@@ -144,8 +144,11 @@ pub fn start(recipe: &Recipe, folder: &RunFolder, options: &Options) -> Result<S
         step: reader.index().step,
         samples: reader.index().consumed_samples,
     });
-    let Split { train, valid } = Split::open(recipe)?;
+    let Split { train, valid, entropy } = Split::open(recipe)?;
     tracing::info!("training data: {}", train.summary());
+    if let Some(entropy) = entropy {
+        tracing::info!("entropy of the made-up data: {entropy:.4} nats per token; no model's loss stays below it");
+    }
     let valid = valid.map(|corpus| Valid::new(corpus, recipe));
     if let Some(valid) = &valid {
         tracing::info!("held-out data: {}", valid.corpus().summary());

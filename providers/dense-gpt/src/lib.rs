@@ -72,6 +72,8 @@ fn init_method_std() -> f64 {
 /// Sizes beyond every model are slips; below it products of two sizes cannot overflow.
 const LARGEST: usize = 1 << 20;
 
+/// Numbers are computed with in 32 bits.
+const MOST: f64 = 1e30;
 const MAX_LAYERS: usize = 10_000;
 /// Channels of a head that the host's attention takes.
 const MAX_HEAD_DIM: usize = 256;
@@ -109,11 +111,12 @@ impl Configure for DenseGpt {
             ("layernorm_epsilon", config.layernorm_epsilon, f64::MIN_POSITIVE),
             ("init_method_std", config.init_method_std, 0.0),
         ];
-        if let Some((key, number, least)) = numbers.iter().find(|(_, number, least)| number < least) {
-            return Err(Error::config(format!(
-                "config.{key} is {number}; it must be {}",
-                if *least > 0.0 { "more than 0" } else { "at least 0" }
-            )));
+        // NaN is in no range.
+        if let Some((key, number, least)) = numbers.iter().find(|(_, number, least)| !(*least..=MOST).contains(number))
+        {
+            let least = if *least > 0.0 { "more than 0" } else { "at least 0" };
+            let number = if *number > MOST { format!("{number:e}") } else { number.to_string() };
+            return Err(Error::config(format!("config.{key} is {number}; it must be {least} and at most {MOST:e}")));
         }
         let (hidden, heads) = (config.hidden_size, config.num_attention_heads);
         let groups = config.num_query_groups.unwrap_or(heads);
@@ -379,5 +382,12 @@ mod tests {
         assert!(message(&[("rotary_base", json!(0))]).contains("rotary_base is 0; it must be more than 0"));
         assert!(message(&[("layernorm_epsilon", json!(0))]).contains("layernorm_epsilon is 0; it must be more than"));
         assert!(message(&[("init_method_std", json!(-1))]).contains("init_method_std is -1; it must be at least 0"));
+        let e = message(&[("init_method_std", json!(1e308))]);
+        assert!(e.contains("config.init_method_std is 1e308; it must be at least 0 and at most 1e30"), "{e}");
+        // JSON has no NaN and no infinity, but a config may come from elsewhere.
+        for bad in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
+            let e = DenseGpt::new(Config { rotary_base: bad, ..config(&[]) }).err().unwrap().message;
+            assert!(e.to_lowercase().starts_with(&format!("config.rotary_base is {bad}").to_lowercase()), "{e}");
+        }
     }
 }
