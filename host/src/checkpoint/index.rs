@@ -29,6 +29,9 @@ pub struct Index {
     pub tensors: Vec<TensorEntry>,
     /// Providers that declared the model.
     pub plugins: Vec<PluginEntry>,
+    /// Held-out loss of the step, if it was taken; nats per token.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub valid_loss: Option<f64>,
     /// State that is no tensor.
     pub extra: Value,
     /// Of the rest of the index, as [`digest`] computes it.

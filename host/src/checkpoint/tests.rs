@@ -20,8 +20,9 @@ fn save(store: &Store, step: u64, keep_last: usize) -> PathBuf {
     let mut writer = store.begin(step).unwrap().with_shard_bytes(30);
     writer.add_all(tensors().into_iter().map(Ok)).unwrap();
     let plugins = vec![PluginEntry { name: "p".into(), version: "1.0.0".into(), sha256: "ab".into() }];
-    let meta = Meta { step, consumed_samples: step * 8, plugins, extra: serde_json::json!({"tau": 0.5}) };
-    store.commit(writer, meta, keep_last).unwrap()
+    let meta =
+        Meta { step, consumed_samples: step * 8, plugins, extra: serde_json::json!({"tau": 0.5}), ..Meta::default() };
+    store.commit(writer, meta, Keep::newest(keep_last)).unwrap()
 }
 
 fn store() -> (tempfile::TempDir, Store) {
@@ -199,7 +200,7 @@ fn checksum_of_the_index_counts_numbers_as_they_are_read() {
     let numbers: Vec<f64> = (1..2000).map(|i| 1.0 / f64::from(i)).chain([1e300, 5e-324, 0.1 + 0.2]).collect();
     let meta =
         Meta { step: 3, extra: serde_json::json!({"numbers": numbers, "b": {"z": 1, "a": [null]}}), ..Meta::default() };
-    let folder = store.commit(store.begin(3).unwrap(), meta, 1).unwrap();
+    let folder = store.commit(store.begin(3).unwrap(), meta, Keep::newest(1)).unwrap();
     CheckpointReader::open(&folder).unwrap();
 }
 
@@ -224,4 +225,71 @@ fn latest_that_names_nothing_is_refused() {
     let failure = store.latest().unwrap_err();
     assert!(failure.sentence.ends_with("latest names `../../etc`, which is no checkpoint here"));
     assert_eq!(failure.exit_status(), 4);
+}
+
+/// Saves a small checkpoint with a held-out loss.
+fn save_scored(store: &Store, step: u64, valid_loss: Option<f64>, keep: Keep) {
+    let meta = Meta { step, valid_loss, ..Meta::default() };
+    store.commit(store.begin(step).unwrap(), meta, keep).unwrap();
+}
+
+#[test]
+fn the_best_and_steps_for_good_are_kept() {
+    let (root, store) = store();
+    let checkpoints = root.path().join("checkpoints");
+    let keep = Keep { last: 1, every: Some(20), best: true };
+    let best = || fs::read_to_string(checkpoints.join("best")).unwrap_or_default();
+    save_scored(&store, 5, None, keep);
+    assert_eq!((best(), store.best().unwrap()), (String::new(), None));
+    for (step, loss, named) in [(10, 3.0, 10), (15, 2.5, 15), (20, 2.75, 15), (25, 2.5, 15), (30, f64::NAN, 15)] {
+        save_scored(&store, step, Some(loss), keep);
+        assert_eq!(best(), format!("step-{named:08}\n"), "after step {step}");
+    }
+    assert_eq!(names(&checkpoints), ["best", "latest", "step-00000015", "step-00000020", "step-00000030"]);
+    assert_eq!(store.best().unwrap(), Some(checkpoints.join("step-00000015")));
+    assert_eq!(CheckpointReader::open(&checkpoints.join("step-00000015")).unwrap().index().valid_loss, Some(2.5));
+    // A better one takes its place, and only then may the old one go.
+    save_scored(&store, 35, Some(2.0), keep);
+    assert_eq!(names(&checkpoints), ["best", "latest", "step-00000020", "step-00000035"]);
+    // Kept even by a run that no longer asks for it.
+    save_scored(&store, 36, None, Keep::newest(1));
+    assert_eq!(names(&checkpoints), ["best", "latest", "step-00000035", "step-00000036"]);
+}
+
+#[test]
+fn the_best_is_found_again_after_a_kill_and_after_going_back() {
+    let (root, store) = store();
+    let best = root.path().join("checkpoints/best");
+    let keep = Keep { last: 9, every: None, best: true };
+    for (step, loss) in [(1, 3.0), (2, 2.0), (3, 1.0)] {
+        save_scored(&store, step, Some(loss), keep);
+    }
+    // Killed after the checkpoint was complete and before `best` named it.
+    fs::write(&best, "step-00000002\n").unwrap();
+    store.refresh_best(3).unwrap();
+    assert_eq!(fs::read_to_string(&best).unwrap(), "step-00000003\n");
+    store.refresh_best(1).unwrap();
+    assert_eq!(fs::read_to_string(&best).unwrap(), "step-00000001\n");
+    // The same step again with another score.
+    save_scored(&store, 1, Some(9.0), keep);
+    save_scored(&store, 2, Some(8.0), keep);
+    assert_eq!(fs::read_to_string(&best).unwrap(), "step-00000002\n");
+    store.refresh_best(0).unwrap();
+    assert!(!best.exists());
+}
+
+#[test]
+fn a_path_stands_for_a_checkpoint() {
+    let (root, store) = store();
+    let checkpoints = root.path().join("checkpoints");
+    let keep = Keep { last: 9, every: None, best: true };
+    save_scored(&store, 1, Some(1.0), keep);
+    save_scored(&store, 2, Some(2.0), keep);
+    let two = checkpoints.join("step-00000002");
+    for path in [root.path(), &checkpoints, &checkpoints.join("latest"), &two] {
+        assert_eq!(locate(path).unwrap(), two, "{}", path.display());
+    }
+    assert_eq!(locate(&checkpoints.join("best")).unwrap(), checkpoints.join("step-00000001"));
+    let other = root.path().join("other");
+    assert_eq!(locate(&other).unwrap(), other);
 }

@@ -1,18 +1,17 @@
 //! Writing a checkpoint: shards and index into a folder beside, everything on disk before the rename.
 
 use super::index::{FORMAT, INDEX_FILE, VERSION, digest};
-use super::{FileEntry, Index, LogicalTensor, PluginEntry, TensorEntry, hexadecimal};
+use super::shard::{self, Part};
+use super::{FileEntry, Index, LogicalTensor, PluginEntry, TensorEntry};
 use crate::failure::{Failure, Result};
 use safetensors::Dtype;
-use safetensors::tensor::TensorView;
-use sha2::{Digest, Sha256};
 use std::collections::{BTreeMap, HashSet};
 use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
 /// A shard is written when it holds this much.
-const SHARD_BYTES: usize = 256 << 20;
+pub(super) const SHARD_BYTES: usize = 256 << 20;
 
 /// What a checkpoint says besides its tensors.
 #[derive(Clone, Debug, Default)]
@@ -20,6 +19,8 @@ pub struct Meta {
     pub step: u64,
     pub consumed_samples: u64,
     pub plugins: Vec<PluginEntry>,
+    /// Held-out loss of the step, if it was taken; nats per token.
+    pub valid_loss: Option<f64>,
     pub extra: serde_json::Value,
 }
 
@@ -43,6 +44,12 @@ struct Pending {
     shape: Vec<usize>,
     dtype: Dtype,
     bytes: Vec<u8>,
+}
+
+impl Pending {
+    fn part(&self) -> Part<'_> {
+        Part { name: &self.name, shape: &self.shape, dtype: self.dtype, bytes: &self.bytes }
+    }
 }
 
 impl CheckpointWriter {
@@ -87,7 +94,7 @@ impl CheckpointWriter {
         }
         let bytes = tensor.data.to_bytes();
         if !self.pending.is_empty() && self.pending_bytes + bytes.len() > self.shard_bytes {
-            self.write_shard()?;
+            self.write_pending()?;
         }
         let dtype = match tensor.data.dtype() {
             "F64" => Dtype::F64,
@@ -103,34 +110,38 @@ impl CheckpointWriter {
         tensors.into_iter().try_for_each(|tensor| self.add(tensor?))
     }
 
-    fn write_shard(&mut self) -> Result<()> {
-        let file = format!("shard-{:05}.safetensors", self.files.len());
-        let path = self.folder.join(&file);
-        let invalid =
-            |error: &dyn std::fmt::Display| Failure::data(format!("cannot write {}: {error}", path.display()));
-        let views = self
-            .pending
-            .iter()
-            .map(|tensor| {
-                let view = TensorView::new(tensor.dtype, tensor.shape.clone(), &tensor.bytes);
-                Ok((&tensor.name, view.map_err(|error| invalid(&error))?))
-            })
-            .collect::<Result<Vec<_>>>()?;
-        let bytes = safetensors::serialize(views, None).map_err(|error| invalid(&error))?;
-        write_synced(&path, &bytes)?;
-        let entry = FileEntry { bytes: bytes.len() as u64, sha256: hexadecimal(&Sha256::digest(&bytes)) };
-        self.files.insert(file.clone(), entry);
-        for Pending { name, shape, dtype, .. } in self.pending.drain(..) {
-            self.tensors.push(TensorEntry { name, shape, dtype: dtype.to_string(), file: file.clone() });
+    /// Writes tensors that are at hand, without a copy of them.
+    pub(super) fn write_parts<'a>(&mut self, parts: impl Iterator<Item = Part<'a>>) -> Result<()> {
+        let (mut shard, mut bytes) = (Vec::new(), 0);
+        for part in parts {
+            if !shard.is_empty() && bytes + part.bytes.len() > self.shard_bytes {
+                self.write_shard(&std::mem::take(&mut shard))?;
+                bytes = 0;
+            }
+            bytes += part.bytes.len();
+            shard.push(part);
         }
-        self.pending_bytes = 0;
+        if shard.is_empty() { Ok(()) } else { self.write_shard(&shard) }
+    }
+
+    fn write_shard(&mut self, parts: &[Part<'_>]) -> Result<()> {
+        let file = format!("shard-{:05}.safetensors", self.files.len());
+        let (entry, tensors) = shard::write(&self.folder, &file, parts)?;
+        self.files.insert(file, entry);
+        self.tensors.extend(tensors);
         Ok(())
+    }
+
+    fn write_pending(&mut self) -> Result<()> {
+        let pending = std::mem::take(&mut self.pending);
+        self.pending_bytes = 0;
+        self.write_shard(&pending.iter().map(Pending::part).collect::<Vec<_>>())
     }
 
     /// Writes the rest and the index; afterwards all of the folder is on disk.
     pub(super) fn finish(&mut self, meta: Meta) -> Result<&Path> {
         if !self.pending.is_empty() {
-            self.write_shard()?;
+            self.write_pending()?;
         }
         let mut index = Index {
             format: FORMAT.into(),
@@ -140,6 +151,7 @@ impl CheckpointWriter {
             files: std::mem::take(&mut self.files),
             tensors: std::mem::take(&mut self.tensors),
             plugins: meta.plugins,
+            valid_loss: meta.valid_loss.filter(|loss| loss.is_finite()),
             extra: meta.extra,
             sha256: String::new(),
         };

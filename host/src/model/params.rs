@@ -61,6 +61,34 @@ impl Stored {
         local_positions(&self.dims[dim], &self.orders[dim])
     }
 
+    /// Calls `f` for the local elements in storage order, in runs that lie together in both orders: first local element,
+    /// first logical flat index, elements.
+    pub fn each_logical_run(&self, mut f: impl FnMut(usize, usize, usize)) {
+        let mut positions: Vec<Vec<u32>> =
+            self.dims.iter().zip(&self.orders).map(|(dim, order)| local_positions(dim, order)).collect();
+        let mut sizes = self.shape();
+        // Rows: runs within the last dimension, repeated for every index of the others.
+        let row = positions.pop().unwrap_or_else(|| vec![0]);
+        let row_size = sizes.pop().unwrap_or(1);
+        let mut runs: Vec<(usize, usize, usize)> = Vec::new();
+        for (local, &logical) in row.iter().enumerate() {
+            match runs.last_mut() {
+                Some((_, first, len)) if *first + *len == logical as usize => *len += 1,
+                _ => runs.push((local, logical as usize, 1)),
+            }
+        }
+        let (row_len, rows) = (row.len(), self.len.checked_div(row.len()).unwrap_or(0));
+        for row in 0..rows {
+            let (mut base, mut stride, mut rest) = (0, row_size, row);
+            for (positions, size) in positions.iter().zip(&sizes).rev() {
+                base += positions[rest % positions.len()] as usize * stride;
+                rest /= positions.len();
+                stride *= size;
+            }
+            runs.iter().for_each(|&(local, logical, len)| f(row * row_len + local, base + logical, len));
+        }
+    }
+
     /// Initial values in storage order, the same whatever the layout.
     pub fn initial(&self, seed: u64) -> impl Iterator<Item = f64> + use<> {
         let stream = Stream::new(seed, stream_of(&self.name), 0);

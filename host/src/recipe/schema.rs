@@ -257,7 +257,12 @@ pub enum WeightDecayKind {
 #[serde(deny_unknown_fields)]
 pub(crate) struct Checkpoint {
     pub(crate) every: u64,
+    /// `async`: the loop goes on while a checkpoint is written.
+    #[serde(rename = "async")]
+    pub(crate) beside: bool,
     pub(crate) keep_last: usize,
+    pub(crate) keep_every: Option<u64>,
+    pub(crate) keep_best: bool,
 }
 
 #[derive(Clone, Debug, serde::Deserialize)]

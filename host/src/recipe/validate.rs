@@ -14,7 +14,7 @@ pub(super) fn check(recipe: &Recipe, layers: &Layers) -> Result<()> {
     check.train(recipe)?;
     check.optimizer(recipe)?;
     check.schedule(recipe)?;
-    check.at_least_one("checkpoint.keep_last", recipe.checkpoint.keep_last as u64)
+    check.checkpoint(recipe)
 }
 
 /// Ids and positions are 32-bit.
@@ -178,6 +178,24 @@ impl Check<'_> {
                 })
             }
         }
+    }
+
+    fn checkpoint(&self, recipe: &Recipe) -> Result<()> {
+        let checkpoint = &recipe.checkpoint;
+        self.at_least_one("checkpoint.keep_last", checkpoint.keep_last as u64)?;
+        let (every, eval) = (checkpoint.every, recipe.train.eval_every);
+        let scored = every > 0 && eval > 0 && every.is_multiple_of(eval);
+        self.ensure(!checkpoint.keep_best || scored, "checkpoint.keep_best", || {
+            format!(
+                "`checkpoint.keep_best` needs a held-out loss at every checkpoint: `checkpoint.every` is {every}, \
+                 expected a multiple of `train.eval_every` ({eval})"
+            )
+        })?;
+        let Some(kept) = checkpoint.keep_every else { return Ok(()) };
+        self.at_least_one("checkpoint.keep_every", kept)?;
+        self.ensure(every > 0 && kept.is_multiple_of(every), "checkpoint.keep_every", || {
+            format!("`checkpoint.keep_every` is {kept}, expected a multiple of `checkpoint.every` ({every})")
+        })
     }
 
     fn train(&self, recipe: &Recipe) -> Result<()> {

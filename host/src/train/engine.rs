@@ -2,7 +2,7 @@
 
 use super::team::{ElasticSpec, Kind, Team, TeamSpec};
 use super::{Engine, Hyper, LossSums, StepReport};
-use crate::checkpoint::{CheckpointReader, CheckpointWriter, LogicalTensor, PluginEntry};
+use crate::checkpoint::{CheckpointReader, ElementType, PluginEntry, Staging};
 use crate::data::Batch;
 use crate::error::{Error, Result};
 use crate::mesh::Grid;
@@ -242,13 +242,14 @@ impl<T: Element> Engine for TeamEngine<T> {
         })
     }
 
-    fn save(&mut self, writer: &mut CheckpointWriter) -> Result<Value> {
+    fn save(&mut self, to: &mut Staging) -> Result<Value> {
         for kind in KINDS {
-            for tensors in self.team.gather(kind) {
-                for tensor in tensors? {
-                    let name = format!("{}{}", kind.prefix(), tensor.name);
-                    writer.add(LogicalTensor { name, ..tensor })?;
+            for (index, mut parts) in self.team.entries(kind)?.into_iter().enumerate() {
+                if parts.is_empty() {
+                    continue;
                 }
+                parts.iter_mut().for_each(|(name, _)| name.insert_str(0, kind.prefix()));
+                to.add(parts, ElementType::of_bytes(T::BYTES), |bytes| self.team.copy_out(kind, index, bytes))?;
             }
         }
         Ok(json!({}))

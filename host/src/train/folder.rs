@@ -6,7 +6,7 @@
 //! `recipe.resolved.yaml.N`, N the first number that is free for all of them.
 
 use crate::bench::step::Breakdown;
-use crate::checkpoint::Store;
+use crate::checkpoint::{self, CHECKPOINTS, Store};
 use crate::failure::{Failure, Result};
 use crate::observe::{EventWriter, MetricsWriter, RestOfMetrics};
 use crate::recipe::Recipe;
@@ -14,7 +14,6 @@ use std::fs::{self, File, TryLockError};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-const CHECKPOINTS: &str = "checkpoints";
 const METRICS: &str = "metrics.jsonl";
 const TENSORBOARD: &str = "tensorboard";
 const RESOLVED: &str = "recipe.resolved.yaml";
@@ -27,7 +26,7 @@ pub enum Resume {
     Auto,
     /// None: earlier checkpoints and metrics are moved aside.
     None,
-    /// This one: a checkpoint folder, or a run folder's newest.
+    /// This one: a checkpoint folder, a run folder's newest, or what its `checkpoints/best` names.
     Path(PathBuf),
 }
 
@@ -113,6 +112,10 @@ impl RunFolder {
             let to = aside(CHECKPOINTS).join(&name);
             fs::rename(self.root.join(CHECKPOINTS).join(&name), &to).map_err(|error| cannot(&to, &error))?;
         }
+        // The best one may be among them.
+        if self.store.has_best() {
+            self.store.refresh_best(step)?;
+        }
         tracing::info!(
             "results after step {step} are moved aside to {}",
             self.root.join(format!("*.{number}")).display()
@@ -174,14 +177,7 @@ impl RunFolder {
         match resume {
             Resume::None => Ok(None),
             Resume::Auto => self.store.latest(),
-            Resume::Path(path) => {
-                let runs = [path.join(CHECKPOINTS), path.clone()];
-                match runs.iter().find(|folder| folder.join("latest").is_file()) {
-                    // Opened by another run perhaps: read `latest` only, clean nothing.
-                    Some(folder) => Store::existing(folder).latest(),
-                    None => Ok(Some(path.clone())),
-                }
-            }
+            Resume::Path(path) => checkpoint::locate(path).map(Some),
         }
     }
 }

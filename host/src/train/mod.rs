@@ -17,7 +17,9 @@
 //!     metrics              metrics.jsonl                                                           hook: step_end
 //!     progress
 //!     checkpoint           every `checkpoint.every` steps, after the last one, and on a stop signal    hook: save
+//!                          the state is copied; a thread writes it while the loop goes on (`checkpoint.async`)
 //!     stop signal?         leave, exit 0
+//! wait                     until the last checkpoint is complete
 //!                                                                                                  hook: run_end
 //! ```
 //!
@@ -41,7 +43,7 @@ pub use held_out::{Evaluation, HeldOut};
 pub use hooks::HookSet;
 
 use crate::bench::step::{Breakdown, ceilings};
-use crate::checkpoint::{CheckpointReader, CheckpointWriter, Meta, PluginEntry};
+use crate::checkpoint::{CheckpointReader, Keep, Meta, PluginEntry, Saver, Staging};
 use crate::data::{Batch, Corpus, Loader, Position, Prefetch, Split, Valid, ngram};
 use crate::failure::{Cause, Failure, Result};
 use crate::observe::{Progress, StepMetrics, peak_bytes};
@@ -80,8 +82,8 @@ pub struct StepReport {
 pub trait Engine {
     /// One optimizer step. `batch` gives a micro-batch by its index within the step over all data-parallel ranks.
     fn train_step(&mut self, step: u64, batch: &(dyn Fn(usize) -> Batch + Sync), hyper: Hyper) -> Result<StepReport>;
-    /// Writes all parameters, optimizer state and buffers; gives back what is no tensor.
-    fn save(&mut self, writer: &mut CheckpointWriter) -> Result<Value>;
+    /// Copies all parameters, optimizer state and buffers; gives back what is no tensor.
+    fn save(&mut self, to: &mut Staging) -> Result<Value>;
     /// Reads what [`Engine::save`] wrote.
     fn load(&mut self, reader: &mut CheckpointReader) -> Result<()>;
     /// Reads parameters and buffers only, for a run that begins from another one's.
@@ -213,6 +215,7 @@ pub fn run(
     if let Some(path) = resumed {
         tracing::info!("resumed from {}", path.display());
     }
+    let mut saver = saver(recipe, folder, begin.step)?;
     let schedule = Schedule::new(recipe);
     let last = options.last_step.unwrap_or(recipe.train.steps);
     let started = Instant::now();
@@ -271,21 +274,29 @@ pub fn run(
         let stopping = stop.load(Ordering::Relaxed);
         let due = recipe.checkpoint.every > 0 && step.is_multiple_of(recipe.checkpoint.every);
         if due || stopping || step == last {
-            let saved = save(recipe, engine, &mut hooks, folder, &loader, step);
+            let _save = tracing::info_span!("save").entered();
+            let valid_loss = evaluation.as_ref().map(Evaluation::loss);
+            let saved = saver.save(step, |staging| {
+                let state = engine.save(staging)?;
+                Ok(Meta { valid_loss, ..meta(recipe, engine, &mut hooks, &loader, step, state)? })
+            });
             if let Err(e) = saved.as_ref().map_err(|e| (e.cause, &e.sentence))
                 && e.0 == Cause::Numerical
             {
                 metrics.stopped(step, &format!("nan in {}", e.1))?;
             }
-            saved.map_err(|e| e.at(format!("step {step}")))?;
+            saved?;
         }
+        saver.poll()?;
         if stopping {
+            saver.wait()?;
             progress.end();
             hooks.run_end()?;
             tracing::info!("stopped by a signal after step {step}; the checkpoint is saved");
             return Ok(Outcome::Stopped);
         }
     }
+    saver.wait()?;
     progress.end();
     hooks.run_end()?;
     if let Some((profile, ranks)) = engine.take_profile()? {
@@ -348,29 +359,34 @@ fn step_metrics(step: u64, lr: f64, (seconds, data_seconds): (f64, f64), report:
     }
 }
 
-fn save(
+/// What writes the checkpoints of a run that begins after step `begin`.
+fn saver(recipe: &Recipe, folder: &RunFolder, begin: u64) -> Result<Saver> {
+    let checkpoint = &recipe.checkpoint;
+    let keep = Keep { last: checkpoint.keep_last, every: checkpoint.keep_every, best: checkpoint.keep_best };
+    if keep.best {
+        folder.store().refresh_best(begin)?;
+    }
+    Ok(Saver::new(folder.store().clone(), keep, checkpoint.beside))
+}
+
+/// What a checkpoint says besides its tensors; `state` is the engine's.
+fn meta(
     recipe: &Recipe,
-    engine: &mut dyn Engine,
+    engine: &dyn Engine,
     hooks: &mut HookSet,
-    folder: &RunFolder,
     loader: &Loader,
     step: u64,
-) -> Result<()> {
-    let _save = tracing::info_span!("save").entered();
-    let clock = Instant::now();
-    let mut writer = folder.store().begin(step)?;
-    let state = engine.save(&mut writer)?;
+    state: Value,
+) -> Result<Meta> {
     let summary = loader.corpus().summary();
     let data = json!({"sha256": summary.sha256, "documents": summary.documents, "tokens": summary.tokens});
-    let meta = Meta {
+    Ok(Meta {
         step,
         consumed_samples: loader.position_after(step).samples,
         plugins: engine.plugins(),
+        valid_loss: None,
         extra: json!({"engine": state, "hooks": hooks.save()?, "data": data, "recipe": recipe.resolved_yaml()}),
-    };
-    let path = folder.store().commit(writer, meta, recipe.checkpoint.keep_last)?;
-    tracing::info!("saved {} in {:.2} s", path.display(), clock.elapsed().as_secs_f64());
-    Ok(())
+    })
 }
 
 #[cfg(test)]

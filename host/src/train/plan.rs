@@ -7,6 +7,7 @@
 use super::engine;
 use super::record::{Mode, Signature, StageModel};
 use super::team::{TeamSpec, stages};
+use crate::checkpoint::Staging;
 use crate::error::Result;
 use crate::mesh::Place;
 use crate::model::ParamTable;
@@ -36,6 +37,8 @@ pub struct PlanReport {
     pub tokens_per_step: usize,
     /// Forward and backward of all ranks.
     pub flops_per_step: f64,
+    /// Copies of the state while a checkpoint is written, once for all ranks of the machine.
+    pub checkpoint_bytes: usize,
     pub ranks: Vec<RankReport>,
 }
 
@@ -121,8 +124,23 @@ pub fn plan(recipe: &Recipe, plugins: PluginSet, ranks: Option<usize>) -> Result
         parameters_by_kind: by_kind,
         tokens_per_step: recipe.train.global_batch_size * recipe.train.seq_length,
         flops_per_step: reports.iter().map(|rank| rank.flops_per_step).sum(),
+        checkpoint_bytes: checkpoint_bytes(recipe, &table),
         ranks: reports,
     })
+}
+
+/// Bytes of copies that a save needs: parameters, two moments of each, and buffers.
+fn checkpoint_bytes(recipe: &Recipe, whole: &ParamTable) -> usize {
+    let params: usize = whole.params.iter().map(|entry| entry.stored.len).sum();
+    let buffers: usize = whole.buffers.iter().map(|entry| entry.stored.len).sum();
+    Staging::needs((3 * params + buffers) * element_bytes(recipe), recipe.checkpoint.beside)
+}
+
+fn element_bytes(recipe: &Recipe) -> usize {
+    match recipe.train.precision {
+        Precision::Fp64 => 8,
+        Precision::Fp32 | Precision::Bf16 => 4,
+    }
 }
 
 fn precision(recipe: &Recipe) -> &'static str {
@@ -135,10 +153,7 @@ fn precision(recipe: &Recipe) -> &'static str {
 
 fn rank_report(recipe: &Recipe, spec: &TeamSpec, plan: &ModelPlan, stage: &Stage, place: Place) -> Result<RankReport> {
     let train = &recipe.train;
-    let bytes = match train.precision {
-        Precision::Fp64 => 8,
-        Precision::Fp32 | Precision::Bf16 => 4,
-    };
+    let bytes = element_bytes(recipe);
     let module = spec.plugins.provider(&spec.provider, &spec.config)?.build(stage)?;
     let model = StageModel {
         table: ParamTable::new(plan, stage, spec.grid, place)?,
@@ -237,6 +252,7 @@ impl PlanReport {
             self.flops_per_step / 1e12,
             per_token / 1e6
         );
+        let _ = writeln!(text, "checkpoints {} of copies while one is written", size(self.checkpoint_bytes));
         let _ = writeln!(text);
         let _ = writeln!(
             text,

@@ -17,6 +17,7 @@ use gantry_kernels::Element;
 use gantry_plugin_api::plan::{AxisSetting, ModelPlan, Stage};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, Sender, channel, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -227,6 +228,35 @@ impl<T: Element> Team<T> {
         })
     }
 
+    /// Copies declared tensor `index` of a kind in logical order into `bytes`, which are as long as its
+    /// [`entries`](Team::entries) say, little-endian.
+    pub fn copy_out(&self, kind: Kind, index: usize, bytes: Vec<u8>) -> Result<Vec<u8>> {
+        let shared = Arc::new(Mutex::new(bytes));
+        let to = Arc::clone(&shared);
+        self.all(move |rank| {
+            // Replicas hold the same.
+            if rank.model.place.dp != 0 {
+                return Ok(());
+            }
+            let Some(stored) = stored(&rank.model.table, kind, index) else { return Ok(()) };
+            let values = &data(rank, kind)[stored.offset..][..stored.len];
+            let mut bytes = to.lock().unwrap_or_else(PoisonError::into_inner);
+            stored.each_logical_run(|local, logical, len| {
+                let (from, to) = (&values[local..][..len], &mut bytes[logical * T::BYTES..][..len * T::BYTES]);
+                if T::BYTES == size_of::<f32>() {
+                    let to = to.as_chunks_mut().0;
+                    to.iter_mut().zip(from).for_each(|(to, x)| *to = (x.to_f64() as f32).to_le_bytes());
+                } else {
+                    let to = to.as_chunks_mut().0;
+                    to.iter_mut().zip(from).for_each(|(to, x)| *to = x.to_f64().to_le_bytes());
+                }
+            });
+            Ok(())
+        })?;
+        let mut bytes = shared.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(std::mem::take(&mut *bytes))
+    }
+
     /// Names and shapes of the checkpoint tensors that a declared one becomes.
     pub fn entries(&self, kind: Kind) -> Result<Vec<Entries>> {
         let table = ParamTable::new(
@@ -262,7 +292,7 @@ impl<T: Element> Team<T> {
 
     /// Gives declared tensor `index` of a kind its logical `values` on every rank that holds a share.
     pub fn scatter(&self, kind: Kind, index: usize, values: Vec<f64>) -> Result<()> {
-        let values = std::sync::Arc::new(values);
+        let values = Arc::new(values);
         self.all(move |rank| {
             let Some(stored) = stored(&rank.model.table, kind, index).cloned() else { return Ok(()) };
             let wants: usize = stored.shape().iter().product();

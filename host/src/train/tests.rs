@@ -36,13 +36,13 @@ impl Engine for Counter {
         Ok(report)
     }
 
-    fn save(&mut self, writer: &mut CheckpointWriter) -> Result<Value> {
+    fn save(&mut self, to: &mut Staging) -> Result<Value> {
         let mut data = self.weights.clone();
         if self.nan_at == Some(NAN_IN_WEIGHTS) {
             data[3] = f64::INFINITY;
         }
         let data = TensorData::F64(data);
-        writer.add(LogicalTensor { name: "weights".into(), shape: vec![257], data })?;
+        to.add_tensor(LogicalTensor { name: "weights".into(), shape: vec![257], data })?;
         Ok(json!({}))
     }
 
@@ -411,4 +411,53 @@ fn stopped_run_does_not_wait_for_held_out_data() {
     let outcome = train_recipe(&recipe, root.path(), Options::default(), None, Some(4)).0;
     assert_eq!(outcome, Ok(Outcome::Stopped));
     assert_eq!(held_out_losses(root.path()).iter().map(|(step, _)| *step).collect::<Vec<_>>(), [2]);
+}
+
+#[test]
+fn a_save_that_cannot_be_written_ends_the_run_and_leaves_the_one_before() {
+    for beside in ["true", "false"] {
+        let root = tempfile::tempdir().unwrap();
+        let beside = format!("checkpoint.async={beside}");
+        let recipe = recipe(&[&beside]);
+        let limit = Options { last_step: Some(4), ..Default::default() };
+        train_recipe(&recipe, root.path(), limit, None, None).0.unwrap();
+        // What the save of step 6 wants to write is in the way.
+        let folder = RunFolder::open(root.path()).unwrap();
+        let blocker = root.path().join("checkpoints/.new-step-00000006");
+        let start = start(&recipe, &folder, &Options::default()).unwrap();
+        std::fs::write(&blocker, "a file").unwrap();
+        let stop: &'static AtomicBool = Box::leak(Box::default());
+        let mut engine = Counter { weights: vec![0.0; 257], micro_batches: 2, nan_at: None, stop_at: None, stop };
+        let progress = Progress::new();
+        let failure = run(&recipe, &mut engine, &folder, start, &Options::default(), &progress, stop).unwrap_err();
+        assert!(failure.sentence.starts_with(&format!("step 6: cannot write {}", blocker.display())), "{failure}");
+        assert_eq!(failure.exit_status(), 4);
+        assert!(failure.details[0].ends_with("checkpoints/step-00000004"), "{failure}");
+        assert_eq!(std::fs::read_to_string(root.path().join("checkpoints/latest")).unwrap(), "step-00000004\n");
+        drop(folder);
+        // The next start cleans up and goes on.
+        assert_eq!(train_recipe(&recipe, root.path(), Options::default(), None, None).0, Ok(Outcome::Finished));
+    }
+}
+
+#[test]
+fn the_checkpoint_with_the_lowest_held_out_loss_is_kept() {
+    let root = tempfile::tempdir().unwrap();
+    let set = ["data.valid_fraction=0.2", "train.eval_every=1", "checkpoint.every=1", "checkpoint.keep_best=true"];
+    // Weights grow with every step, and the held-out loss is a mean of weights: the first is the best.
+    let recipe = recipe(&[&set[..], &["checkpoint.keep_last=1"]].concat());
+    train_recipe(&recipe, root.path(), Options::default(), None, None).0.unwrap();
+    let losses = held_out_losses(root.path());
+    let best = losses.iter().min_by(|a, b| a.1.total_cmp(&b.1)).unwrap();
+    assert!(best.0 < 10, "the last step is the best: {losses:?}");
+    let store = crate::checkpoint::Store::existing(&root.path().join("checkpoints"));
+    let path = store.best().unwrap().unwrap();
+    assert_eq!(path, store.path_of(best.0));
+    assert_eq!(CheckpointReader::open(&path).unwrap().index().valid_loss, Some(best.1));
+    assert_eq!(checkpoints(root.path(), "checkpoints"), [best.0, 10]);
+    // Going on from it is going back: it stays the best.
+    let named = resume(&root.path().join("checkpoints/best"));
+    train_recipe(&recipe, root.path(), Options { last_step: Some(best.0), ..named }, None, None).0.unwrap();
+    assert_eq!(store.best().unwrap(), Some(path));
+    assert_eq!(checkpoints(root.path(), "checkpoints"), [best.0]);
 }
