@@ -1,5 +1,6 @@
 //! The floating-point types kernels compute in: `f32` for training on CPU, `f64` for parity tests.
 
+use crate::cpu::vector::{Double, Single, WithLanes};
 use crate::cpu::vmath::VMath;
 use std::fmt::{Debug, Display};
 use std::iter::Sum;
@@ -51,10 +52,12 @@ pub trait Real:
     fn min(self, other: Self) -> Self;
     fn mul_add(self, a: Self, b: Self) -> Self;
     fn is_finite(self) -> bool;
+    /// Runs `work` with the widest vectors of this type that the machine has.
+    fn vectors<W: WithLanes<Self>>(work: W) -> W::Out;
 }
 
 macro_rules! real {
-    ($t:ty) => {
+    ($t:ty, $dispatch:ident) => {
         impl Real for $t {
             const ZERO: Self = 0.0;
             const ONE: Self = 1.0;
@@ -113,9 +116,13 @@ macro_rules! real {
             fn is_finite(self) -> bool {
                 <$t>::is_finite(self)
             }
+            #[inline(always)]
+            fn vectors<W: WithLanes<Self>>(work: W) -> W::Out {
+                pulp::Arch::new().dispatch($dispatch(work))
+            }
         }
     };
 }
 
-real!(f32);
-real!(f64);
+real!(f32, Single);
+real!(f64, Double);

@@ -8,10 +8,11 @@
 //! [C_parent] are the stored parameters, of which `channels` names the active rows.
 
 use crate::blocks::Blocks;
+use crate::cpu::vector::{Lanes, WithLanes};
 use crate::kernel::{Args, Cost};
 use crate::kernels;
 use crate::real::Real;
-use rayon::prelude::*;
+use std::ops::Range;
 
 /// Widest filter the kernels take.
 pub const MAX_WIDTH: usize = 8;
@@ -58,19 +59,30 @@ kernels! {
 
 /// Tokens of a block: few enough blocks that their partial sums stay small, many enough to share out.
 fn block_tokens(tokens: usize) -> usize {
-    tokens.div_ceil(64).max(32)
+    tokens.div_ceil(64).max(64)
 }
 
-/// The filter with taps outermost and the bias last: [width + 1, C].
+/// Taps that loops are compiled for.
+const NARROW: usize = 4;
+
+/// Taps of the loops that run filters of `width`; those beyond the width are zero.
+fn padded(width: usize) -> usize {
+    if width <= NARROW { NARROW } else { MAX_WIDTH }
+}
+
+/// The filter with taps outermost, the last tap last, and then the bias: [padded + 1, C].
 fn gather<T: Real>(channels: &Blocks, width: usize, weight: &[T], bias: &[T], taps: &mut [T]) {
-    let c = channels.len();
+    let (c, padded) = (channels.len(), padded(width));
+    let first = padded - width;
+    taps[..first * c].fill(T::ZERO);
     for (stored, dense, len) in channels.iter() {
-        for i in 0..len {
-            for k in 0..width {
-                taps[k * c + dense + i] = weight[(stored + i) * width + k];
+        for k in 0..width {
+            let taps = &mut taps[(first + k) * c + dense..][..len];
+            for (tap, w) in taps.iter_mut().zip(weight[stored * width..].chunks_exact(width)) {
+                *tap = w[k];
             }
         }
-        taps[width * c + dense..][..len].copy_from_slice(&bias[stored..stored + len]);
+        taps[padded * c + dense..][..len].copy_from_slice(&bias[stored..stored + len]);
     }
 }
 
@@ -81,28 +93,77 @@ fn sequence_of(cu_seqlens: &[i32], t: usize) -> (usize, usize) {
     (start, cu_seqlens.get(next).map_or(usize::MAX, |&end| end as usize))
 }
 
-/// The convolution before its activation at one token that has `history` earlier tokens in its sequence.
+/// Calls `f(start, end, lo..hi)` for every sequence that has tokens among `tokens`: lo..hi are those.
 #[inline(always)]
-fn convolve<T: Real>(x: &[T], ld_x: usize, t: usize, history: usize, taps: &[T], width: usize, out: &mut [T]) {
-    let c = out.len();
-    if width == 4 && history >= 3 {
-        let rows =
-            [&x[(t - 3) * ld_x..][..c], &x[(t - 2) * ld_x..][..c], &x[(t - 1) * ld_x..][..c], &x[t * ld_x..][..c]];
-        let w = [&taps[..c], &taps[c..2 * c], &taps[2 * c..3 * c], &taps[3 * c..4 * c]];
-        let bias = &taps[4 * c..5 * c];
-        for i in 0..c {
-            let sum = bias[i] + w[3][i] * rows[3][i];
-            out[i] = sum + w[2][i] * rows[2][i] + w[1][i] * rows[1][i] + w[0][i] * rows[0][i];
-        }
-        return;
+fn each_sequence(cu_seqlens: &[i32], tokens: Range<usize>, mut f: impl FnMut(usize, usize, Range<usize>)) {
+    let mut lo = tokens.start;
+    while lo < tokens.end {
+        let (start, end) = sequence_of(cu_seqlens, lo);
+        let hi = end.min(tokens.end);
+        f(start, end, lo..hi);
+        lo = hi;
     }
-    out.copy_from_slice(&taps[width * c..][..c]);
-    for k in 0..width.min(history + 1) {
-        let row = &x[(t - k) * ld_x..][..c];
-        let w = &taps[(width - 1 - k) * c..][..c];
-        for i in 0..c {
-            out[i] += w[i] * row[i];
+}
+
+/// What the loops over one strip of channels read of x and the filter: channels at..end, at most one vector of them.
+#[derive(Clone, Copy)]
+struct Strip<'a, T> {
+    x: &'a [T],
+    ld_x: usize,
+    taps: &'a [T],
+    channels: usize,
+    at: usize,
+    end: usize,
+}
+
+/// A strip's filter and the rows of x that it lies on.
+struct Filter<V, const W: usize> {
+    taps: [V; W],
+    bias: V,
+    /// Row t - k of x, the current token's first.
+    rows: [V; W],
+}
+
+impl<T: Real> Strip<'_, T> {
+    /// The filter before token `first` of a sequence that begins at token `start`.
+    #[inline(always)]
+    fn filter<L: Lanes<T = T>, const W: usize, const FULL: bool>(
+        self,
+        l: L,
+        start: usize,
+        first: usize,
+    ) -> Filter<L::V, W> {
+        let tap = |k: usize| l.read::<FULL>(self.taps, k * self.channels + self.at, k * self.channels + self.end);
+        let mut taps = [l.zero(); W];
+        let mut rows = [l.zero(); W];
+        for k in 0..W {
+            taps[k] = tap(k);
+            if first - start > k {
+                rows[k] = self.row::<L, FULL>(l, first - 1 - k);
+            }
         }
+        Filter { taps, bias: tap(W), rows }
+    }
+
+    #[inline(always)]
+    fn row<L: Lanes<T = T>, const FULL: bool>(self, l: L, t: usize) -> L::V {
+        l.read::<FULL>(self.x, t * self.ld_x + self.at, t * self.ld_x + self.end)
+    }
+}
+
+impl<V: Copy, const W: usize> Filter<V, W> {
+    /// Moves to the next token, whose row is `row`; the convolution there, before its activation.
+    #[inline(always)]
+    fn step<L: Lanes<V = V>>(&mut self, l: L, row: V) -> V {
+        for k in (1..W).rev() {
+            self.rows[k] = self.rows[k - 1];
+        }
+        self.rows[0] = row;
+        let mut sum = self.bias;
+        for k in 0..W {
+            sum = l.mul_add(self.taps[W - 1 - k], self.rows[k], sum);
+        }
+        sum
     }
 }
 
@@ -113,7 +174,7 @@ impl Conv1d {
     }
 
     pub fn workspace(&self) -> usize {
-        (self.width + 1) * self.channels.len()
+        (padded(self.width) + 1) * self.channels.len()
     }
 
     fn run<T: Real>(&self, args: Args<'_, T>) {
@@ -124,27 +185,93 @@ impl Conv1d {
             return;
         }
         let cu_seqlens = args.ints[0];
-        let taps = &mut args.work[..(width + 1) * c];
+        let taps = &mut args.work[..self.workspace()];
         gather(&self.channels, width, weight, bias, taps);
         let taps = &*taps;
-        let used = (self.tokens - 1) * self.ld_y + c;
-        let y = &mut args.outs[0][..used];
-        crate::par::rows_mut(y, self.ld_y, block_tokens(self.tokens), |first, rows| {
-            crate::par::simd!(|| {
-                let mut sequence = (0, 0);
-                for (i, row) in rows.chunks_mut(self.ld_y).enumerate() {
-                    let t = first + i;
-                    if t >= sequence.1 {
-                        sequence = sequence_of(cu_seqlens, t);
-                    }
-                    let row = &mut row[..c];
-                    convolve(x, self.ld_x, t, t - sequence.0, taps, width, row);
-                    if self.activation == ConvActivation::Silu {
-                        row.iter_mut().for_each(|v| *v *= v.vsigmoid());
-                    }
-                }
-            });
+        let y = &mut args.outs[0][..(self.tokens - 1) * self.ld_y + c];
+        crate::par::rows_mut(y, self.ld_y, block_tokens(self.tokens), |first, y| {
+            let block = Forward { kernel: self, first, x, taps, cu_seqlens, y };
+            match padded(width) {
+                NARROW => T::vectors(Narrow(block)),
+                _ => T::vectors(Wide(block)),
+            }
         });
+    }
+}
+
+/// Work on a block of tokens with filters of [`NARROW`] taps, or of [`MAX_WIDTH`].
+struct Narrow<B>(B);
+struct Wide<B>(B);
+
+trait Block<T: Real> {
+    fn strips<L: Lanes<T = T>, const W: usize>(self, l: L);
+}
+
+impl<T: Real, B: Block<T>> WithLanes<T> for Narrow<B> {
+    type Out = ();
+    #[inline(always)]
+    fn run<L: Lanes<T = T>>(self, l: L) {
+        self.0.strips::<L, NARROW>(l);
+    }
+}
+
+impl<T: Real, B: Block<T>> WithLanes<T> for Wide<B> {
+    type Out = ();
+    #[inline(always)]
+    fn run<L: Lanes<T = T>>(self, l: L) {
+        self.0.strips::<L, MAX_WIDTH>(l);
+    }
+}
+
+/// A block of the forward pass: tokens from `first`, whose rows of y begin `y`.
+struct Forward<'a, T> {
+    kernel: &'a Conv1d,
+    first: usize,
+    x: &'a [T],
+    taps: &'a [T],
+    cu_seqlens: &'a [i32],
+    y: &'a mut [T],
+}
+
+impl<T: Real> Block<T> for Forward<'_, T> {
+    #[inline(always)]
+    fn strips<L: Lanes<T = T>, const W: usize>(mut self, l: L) {
+        let (kernel, x, taps) = (self.kernel, self.x, self.taps);
+        let channels = kernel.channels.len();
+        let tokens = self.first..self.first + self.y.len().div_ceil(kernel.ld_y);
+        each_sequence(self.cu_seqlens, tokens, |start, _, tokens| {
+            for at in (0..channels).step_by(L::N) {
+                let end = channels.min(at + L::N);
+                let strip = Strip { x, ld_x: kernel.ld_x, taps, channels, at, end };
+                if end - at == L::N {
+                    self.strip::<L, W, true>(l, strip, start, tokens.clone());
+                } else {
+                    self.strip::<L, W, false>(l, strip, start, tokens.clone());
+                }
+            }
+        });
+    }
+}
+
+impl<T: Real> Forward<'_, T> {
+    #[inline(always)]
+    fn strip<L: Lanes<T = T>, const W: usize, const FULL: bool>(
+        &mut self,
+        l: L,
+        strip: Strip<'_, T>,
+        start: usize,
+        tokens: Range<usize>,
+    ) {
+        let mut filter = strip.filter::<L, W, FULL>(l, start, tokens.start);
+        let silu = self.kernel.activation == ConvActivation::Silu;
+        for t in tokens {
+            let mut sum = filter.step(l, strip.row::<L, FULL>(l, t));
+            if silu {
+                sum = l.mul(sum, l.sigmoid(sum));
+            }
+            let row = (t - self.first) * self.kernel.ld_y;
+            l.write::<FULL>(sum, self.y, row + strip.at, row + strip.end);
+        }
     }
 }
 
@@ -158,13 +285,13 @@ impl Conv1dBackward {
         self.tokens.div_ceil(block_tokens(self.tokens))
     }
 
-    /// Per block: partial sums of the parameter gradients [width + 1, C] and the last `width` rows of d(pre) [width, C].
-    fn block_work(&self) -> usize {
-        (2 * self.width + 1) * self.channels.len()
+    /// The filter, or one block's sums of its gradient: [padded + 1, C].
+    fn filter_len(&self) -> usize {
+        (padded(self.width) + 1) * self.channels.len()
     }
 
     pub fn workspace(&self) -> usize {
-        (self.width + 1) * self.channels.len() + self.blocks() * self.block_work()
+        (1 + self.blocks()) * self.filter_len()
     }
 
     fn run<T: Real>(&self, args: Args<'_, T>) {
@@ -176,262 +303,132 @@ impl Conv1dBackward {
             return;
         }
         let cu_seqlens = args.ints[0];
-        let (taps, work) = args.work.split_at_mut((width + 1) * c);
+        let (taps, sums) = args.work.split_at_mut(self.filter_len());
         gather(&self.channels, width, weight, bias, taps);
         let taps = &*taps;
         let block = block_tokens(self.tokens);
-        let work = &mut work[..self.blocks() * self.block_work()];
+        let sums = &mut sums[..self.blocks() * self.filter_len()];
         let dx = &mut dx[..(self.tokens - 1) * self.ld_dx + c];
-        dx.par_chunks_mut(block * self.ld_dx)
-            .zip(work.par_chunks_mut(self.block_work()))
-            .enumerate()
-            .for_each(|(i, (dx, work))| crate::par::simd!(|| self.block(i * block, dx, work, x, dy, taps, cu_seqlens)));
-        for partial in work.chunks(self.block_work()) {
-            for (stored, dense, len) in self.channels.iter() {
-                for i in 0..len {
-                    for k in 0..width {
-                        dweight[(stored + i) * width + k] += partial[k * c + dense + i];
-                    }
-                    dbias[stored + i] += partial[width * c + dense + i];
+        crate::par::rows_pair_mut((dx, self.ld_dx), (&mut *sums, self.filter_len()), block, |first, dx, sums| {
+            sums.fill(T::ZERO);
+            let block = Backward { kernel: self, first, x, dy, taps, cu_seqlens, dx, sums };
+            match padded(width) {
+                NARROW => T::vectors(Narrow(block)),
+                _ => T::vectors(Wide(block)),
+            }
+        });
+        let (total, more) = sums.split_at_mut(self.filter_len());
+        crate::par::simd!(|| {
+            for sums in more.chunks(self.filter_len()) {
+                for (total, &sum) in total.iter_mut().zip(sums) {
+                    *total += sum;
                 }
+            }
+        });
+        let first = padded(width) - width;
+        for (stored, dense, len) in self.channels.iter() {
+            for i in 0..len {
+                for k in 0..width {
+                    dweight[(stored + i) * width + k] += total[(first + k) * c + dense + i];
+                }
+                dbias[stored + i] += total[padded(width) * c + dense + i];
             }
         }
     }
+}
 
-    /// Tokens `first..` of one block: d(pre) is kept for `width` tokens at a time, so that dx of a token is written as
-    /// soon as the last token it reaches is known.
+/// A block of the backward pass: tokens from `first`, whose rows of dx begin `dx`, and its own sums.
+struct Backward<'a, T> {
+    kernel: &'a Conv1dBackward,
+    first: usize,
+    x: &'a [T],
+    dy: &'a [T],
+    taps: &'a [T],
+    cu_seqlens: &'a [i32],
+    dx: &'a mut [T],
+    sums: &'a mut [T],
+}
+
+impl<T: Real> Block<T> for Backward<'_, T> {
     #[inline(always)]
-    #[allow(clippy::too_many_arguments)]
-    fn block<T: Real>(
-        &self,
-        first: usize,
-        dx: &mut [T],
-        work: &mut [T],
-        x: &[T],
-        dy: &[T],
-        taps: &[T],
-        cu_seqlens: &[i32],
-    ) {
-        let (c, width) = (self.channels.len(), self.width);
-        let (partial, ring) = work.split_at_mut((width + 1) * c);
-        partial.fill(T::ZERO);
-        let count = dx.len().div_ceil(self.ld_dx);
-        let mut reading = (0, 0);
-        let mut writing = (0, 0);
-        for t in first..first + count + width - 1 {
-            if t < self.tokens {
-                if t >= reading.1 {
-                    reading = sequence_of(cu_seqlens, t);
-                }
-                let history = t - reading.0;
-                let slot = &mut ring[(t % width) * c..][..c];
-                let dy = &dy[t * self.ld_dy..][..c];
-                if self.activation == ConvActivation::Silu {
-                    convolve(x, self.ld_x, t, history, taps, width, slot);
-                    for (v, &dy) in slot.iter_mut().zip(dy) {
-                        let s = v.vsigmoid();
-                        *v = dy * s * (T::ONE + *v * (T::ONE - s));
-                    }
+    fn strips<L: Lanes<T = T>, const W: usize>(mut self, l: L) {
+        let (kernel, x, taps) = (self.kernel, self.x, self.taps);
+        let channels = kernel.channels.len();
+        let tokens = self.first..self.first + self.dx.len().div_ceil(kernel.ld_dx);
+        each_sequence(self.cu_seqlens, tokens, |start, stop, tokens| {
+            let stop = stop.min(kernel.tokens);
+            for at in (0..channels).step_by(L::N) {
+                let end = channels.min(at + L::N);
+                let strip = Strip { x, ld_x: kernel.ld_x, taps, channels, at, end };
+                if end - at == L::N {
+                    self.strip::<L, W, true>(l, strip, start..stop, tokens.clone());
                 } else {
-                    slot.copy_from_slice(dy);
+                    self.strip::<L, W, false>(l, strip, start..stop, tokens.clone());
                 }
-                if t < first + count {
-                    for k in 0..width.min(history + 1) {
-                        let row = &x[(t - k) * self.ld_x..][..c];
-                        let sum = &mut partial[(width - 1 - k) * c..][..c];
-                        for i in 0..c {
-                            sum[i] += slot[i] * row[i];
-                        }
+            }
+        });
+    }
+}
+
+impl<T: Real> Backward<'_, T> {
+    /// The block's tokens of one sequence. dx of a token is written when the last token that it reaches is known: up to
+    /// W - 1 tokens beyond the block are convolved again.
+    #[inline(always)]
+    fn strip<L: Lanes<T = T>, const W: usize, const FULL: bool>(
+        &mut self,
+        l: L,
+        strip: Strip<'_, T>,
+        sequence: Range<usize>,
+        tokens: Range<usize>,
+    ) {
+        let kernel = self.kernel;
+        let silu = kernel.activation == ConvActivation::Silu;
+        let (at, end, c) = (strip.at, strip.end, strip.channels);
+        let one = l.splat(T::ONE);
+        let mut filter = strip.filter::<L, W, FULL>(l, sequence.start, tokens.start);
+        let mut sums = [l.zero(); W];
+        for (k, sum) in sums.iter_mut().enumerate() {
+            *sum = l.read::<FULL>(self.sums, k * c + at, k * c + end);
+        }
+        let mut bias_sum = l.read::<FULL>(self.sums, W * c + at, W * c + end);
+        // Gradients before the activation at tokens t - k.
+        let mut grads = [l.zero(); W];
+        for t in tokens.start..tokens.end + W - 1 {
+            for k in (1..W).rev() {
+                grads[k] = grads[k - 1];
+            }
+            grads[0] = l.zero();
+            if t < sequence.end {
+                let sum = filter.step(l, strip.row::<L, FULL>(l, t));
+                let dy = l.read::<FULL>(self.dy, t * kernel.ld_dy + at, t * kernel.ld_dy + end);
+                grads[0] = if silu {
+                    let s = l.sigmoid(sum);
+                    l.mul(l.mul(dy, s), l.mul_add(sum, l.sub(one, s), one))
+                } else {
+                    dy
+                };
+                if t < tokens.end {
+                    for k in 0..W {
+                        sums[W - 1 - k] = l.mul_add(grads[0], filter.rows[k], sums[W - 1 - k]);
                     }
-                    let sum = &mut partial[width * c..][..c];
-                    for i in 0..c {
-                        sum[i] += slot[i];
-                    }
+                    bias_sum = l.add(bias_sum, grads[0]);
                 }
             }
-            if t + 1 < first + width {
-                continue;
-            }
-            let u = t + 1 - width;
-            if u >= writing.1 {
-                writing = sequence_of(cu_seqlens, u);
-            }
-            let row = &mut dx[(u - first) * self.ld_dx..][..c];
-            if !self.acc_dx {
-                row.fill(T::ZERO);
-            }
-            let end = writing.1.min(self.tokens);
-            for k in 0..width.min(end - u) {
-                let w = &taps[(width - 1 - k) * c..][..c];
-                let dpre = &ring[((u + k) % width) * c..][..c];
-                for i in 0..c {
-                    row[i] += w[i] * dpre[i];
+            if t + 1 >= tokens.start + W {
+                let row = (t + 1 - W - self.first) * kernel.ld_dx;
+                let mut dx = if kernel.acc_dx { l.read::<FULL>(self.dx, row + at, row + end) } else { l.zero() };
+                for (&tap, &grad) in filter.taps.iter().zip(&grads) {
+                    dx = l.mul_add(tap, grad, dx);
                 }
+                l.write::<FULL>(dx, self.dx, row + at, row + end);
             }
         }
+        for (k, &sum) in sums.iter().enumerate() {
+            l.write::<FULL>(sum, self.sums, k * c + at, k * c + end);
+        }
+        l.write::<FULL>(bias_sum, self.sums, W * c + at, W * c + end);
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::cpu::check::{Call, finite_differences, normal, relative_l2};
-    use rstest::rstest;
-
-    const WIDTH: usize = 4;
-
-    struct Case {
-        tokens: usize,
-        channels: Blocks,
-        stored: usize,
-        width: usize,
-        activation: ConvActivation,
-        cu_seqlens: Vec<i32>,
-    }
-
-    /// Straight from the definition.
-    fn naive(case: &Case, x: &[f64], w: &[f64], b: &[f64]) -> Vec<f64> {
-        let c = case.channels.len();
-        let mut y = vec![0.0; case.tokens * c];
-        for s in case.cu_seqlens.windows(2) {
-            for t in s[0]..s[1] {
-                for (stored, dense, len) in case.channels.iter() {
-                    for i in 0..len {
-                        let mut sum = b[stored + i];
-                        for k in 0..case.width as i32 {
-                            if t - k >= s[0] {
-                                let tap = w[(stored + i) * case.width + case.width - 1 - k as usize];
-                                sum += tap * x[(t - k) as usize * c + dense + i];
-                            }
-                        }
-                        y[t as usize * c + dense + i] = match case.activation {
-                            ConvActivation::None => sum,
-                            ConvActivation::Silu => sum / (1.0 + (-sum).exp()),
-                        };
-                    }
-                }
-            }
-        }
-        y
-    }
-
-    fn spread(rows: &[f64], c: usize, ld: usize) -> Vec<f64> {
-        let n = rows.len() / c;
-        let mut out = vec![f64::NAN; (n - 1) * ld + c];
-        rows.chunks(c).zip(out.chunks_mut(ld)).for_each(|(row, o)| o[..c].copy_from_slice(row));
-        out
-    }
-
-    fn dense(rows: &[f64], c: usize, ld: usize) -> Vec<f64> {
-        rows.chunks(ld).flat_map(|row| row[..c].to_vec()).collect()
-    }
-
-    fn cases(width: usize, activation: ConvActivation) -> Case {
-        let channels = Blocks::new([(0, 2), (4, 1), (6, 2)]);
-        // Lengths 5, 1, 0, 2, 37 and two empty ones at the end; more tokens than a block.
-        Case { tokens: 45, channels, stored: 9, width, activation, cu_seqlens: vec![0, 5, 6, 6, 8, 45, 45, 45] }
-    }
-
-    fn run(case: &Case, x: &[f64], w: &[f64], b: &[f64]) -> (Vec<f64>, Conv1d, Call) {
-        let c = case.channels.len();
-        let kernel = Conv1d {
-            tokens: case.tokens,
-            channels: case.channels.clone(),
-            width: case.width,
-            activation: case.activation,
-            ld_x: c + 2,
-            ld_y: c + 1,
-        };
-        let mut call = Call {
-            ins: vec![spread(x, c, c + 2), w.to_vec(), b.to_vec()],
-            outs: vec![vec![77.0; (case.tokens - 1) * (c + 1) + c]],
-            ints: vec![case.cu_seqlens.clone()],
-            int_outs: vec![],
-        };
-        call.run(&kernel);
-        assert!(call.outs[0].chunks(c + 1).all(|row| row.len() == c || row[c] == 77.0), "wrote outside its columns");
-        (dense(&call.outs[0], c, c + 1), kernel, call)
-    }
-
-    #[rstest]
-    fn matches_the_definition_and_finite_differences(
-        #[values(1, 2, 3, 4, 8)] width: usize,
-        #[values(ConvActivation::None, ConvActivation::Silu)] activation: ConvActivation,
-    ) {
-        let case = cases(width, activation);
-        let c = case.channels.len();
-        let x = normal(1, case.tokens * c);
-        let w = normal(2, case.stored * width);
-        let b = normal(3, case.stored);
-        let dy = normal(4, case.tokens * c);
-        let (y, kernel, call) = run(&case, &x, &w, &b);
-        assert!(relative_l2(&y, &naive(&case, &x, &w, &b)) < 1e-13);
-        let narrow = dense(&call.run_f32(&kernel)[0], c, c + 1);
-        assert!(relative_l2(&y, &narrow) < 1e-6);
-
-        let backward = Conv1dBackward {
-            tokens: case.tokens,
-            channels: case.channels.clone(),
-            width,
-            activation,
-            ld_x: c,
-            ld_dy: c + 1,
-            ld_dx: c + 3,
-            acc_dx: true,
-        };
-        let before = normal(5, case.tokens * c);
-        let (w0, b0) = (normal(6, w.len()), normal(7, b.len()));
-        let mut call = Call {
-            ins: vec![x.clone(), w.clone(), b.clone(), spread(&dy, c, c + 1)],
-            outs: vec![spread(&before, c, c + 3), w0.clone(), b0.clone()],
-            ints: vec![case.cu_seqlens.clone()],
-            int_outs: vec![],
-        };
-        let start = call.clone();
-        call.run(&backward);
-        let minus = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a - b).collect::<Vec<_>>();
-        let dx = minus(&dense(&call.outs[0], c, c + 3), &before);
-        let (dw, db) = (minus(&call.outs[1], &w0), minus(&call.outs[2], &b0));
-        let loss = |x: &[f64], w: &[f64], b: &[f64]| -> f64 {
-            naive(&case, x, w, b).iter().zip(&dy).map(|(y, d)| y * d).sum()
-        };
-        finite_differences("dx", &x, &dx, 1e-7, |x| loss(x, &w, &b));
-        finite_differences("dweight", &w, &dw, 1e-7, |w| loss(&x, w, &b));
-        finite_differences("dbias", &b, &db, 1e-7, |b| loss(&x, &w, b));
-
-        let overwrite = Conv1dBackward { acc_dx: false, ..backward.clone() };
-        let mut call = start.clone();
-        call.run(&overwrite);
-        assert!(relative_l2(&dense(&call.outs[0], c, c + 3), &dx) < 1e-13);
-        for (wide, narrow) in call.outs.iter().zip(start.run_f32(&overwrite)).skip(1) {
-            assert!(relative_l2(wide, &narrow) < 1e-5);
-        }
-    }
-
-    #[test]
-    fn threads_do_not_change_the_bits() {
-        let (tokens, c) = (700, 24);
-        let kernel = Conv1dBackward {
-            tokens,
-            channels: Blocks::full(c),
-            width: WIDTH,
-            activation: ConvActivation::Silu,
-            ld_x: c,
-            ld_dy: c,
-            ld_dx: c,
-            acc_dx: false,
-        };
-        let call = Call {
-            ins: vec![normal(1, tokens * c), normal(2, c * WIDTH), normal(3, c), normal(4, tokens * c)],
-            outs: vec![vec![0.0; tokens * c], vec![0.0; c * WIDTH], vec![0.0; c]],
-            ints: vec![vec![0, 300, 700]],
-            int_outs: vec![],
-        };
-        let with = |threads: usize| {
-            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-            pool.install(|| call.run_f32(&kernel))
-        };
-        assert_eq!(with(1), with(2));
-        assert_eq!(with(1), with(3));
-    }
-}
+mod tests;

@@ -9,9 +9,9 @@
 //! parent's group size, a masked parent and its slice agree.
 
 use crate::blocks::Blocks;
+use crate::cpu::vector::{Lanes, WithLanes, each_vector};
 use crate::kernel::{Args, Cost};
 use crate::kernels;
-use crate::par::lane_dot;
 use crate::real::Real;
 use rayon::prelude::*;
 
@@ -140,40 +140,67 @@ impl GatedNorm {
         let block = shape.block_tokens();
         let out = &mut out[..(shape.tokens - 1) * self.ld_out + d];
         let rstd = &mut rstd[..shape.tokens * groups];
-        let rows = |first: usize, out: &mut [T], rstd: &mut [T]| {
-            for (i, (out, rstd)) in out.chunks_mut(self.ld_out).zip(rstd.chunks_mut(groups)).enumerate() {
-                let out = &mut out[..d];
-                let y = &y[(first + i) * self.ld_y..][..d];
-                let z = &z[(first + i) * self.ld_z..][..d];
-                if shape.gate_first {
-                    for c in 0..d {
-                        out[c] = y[c] * (z[c] * z[c].vsigmoid());
-                    }
-                } else {
-                    out.copy_from_slice(y);
+        crate::par::rows_pair_mut((out, self.ld_out), (rstd, block * groups), block, |first, out, rstd| {
+            T::vectors(Forward { kernel: self, first, y, z, weight_s, eps, inverse, run, out, rstd });
+        });
+    }
+}
+
+/// A block of the forward pass: tokens from `first`, whose rows of out and rstd are given.
+struct Forward<'a, T> {
+    kernel: &'a GatedNorm,
+    first: usize,
+    y: &'a [T],
+    z: &'a [T],
+    weight_s: &'a [T],
+    eps: T,
+    inverse: T,
+    run: usize,
+    out: &'a mut [T],
+    rstd: &'a mut [T],
+}
+
+impl<T: Real> WithLanes<T> for Forward<'_, T> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<L: Lanes<T = T>>(self, l: L) {
+        let (kernel, shape, run) = (self.kernel, &self.kernel.shape, self.run);
+        let (d, groups) = (shape.channels(), shape.groups);
+        let rows = self.out.chunks_mut(kernel.ld_out).zip(self.rstd.chunks_mut(groups));
+        for (i, (out, rstd)) in rows.enumerate() {
+            let out = &mut out[..d];
+            let y = &self.y[(self.first + i) * kernel.ld_y..][..d];
+            let z = &self.z[(self.first + i) * kernel.ld_z..][..d];
+            for (g, rstd) in rstd.iter_mut().enumerate() {
+                let mut squares = l.zero();
+                for from in (g * run..d).step_by(groups * run) {
+                    each_vector!(L::N, from..from + run, |at, end| {
+                        let mut u = l.read::<FULL>(y, at, end);
+                        if shape.gate_first {
+                            let z = l.read::<FULL>(z, at, end);
+                            u = l.mul(u, l.mul(z, l.sigmoid(z)));
+                            l.write::<FULL>(u, out, at, end);
+                        }
+                        squares = l.mul_add(u, u, squares);
+                    });
                 }
-                rstd.fill(T::ZERO);
-                for (r, part) in out.chunks(run).enumerate() {
-                    rstd[r % groups] += lane_dot(part, part);
-                }
-                rstd.iter_mut().for_each(|v| *v = T::ONE / (*v * inverse + eps).sqrt());
-                for (r, (part, w)) in out.chunks_mut(run).zip(weight_s.chunks(run)).enumerate() {
-                    let scale = rstd[r % groups];
-                    for (o, &w) in part.iter_mut().zip(w) {
-                        *o *= scale * w;
-                    }
-                }
-                if !shape.gate_first {
-                    for c in 0..d {
-                        out[c] *= z[c] * z[c].vsigmoid();
-                    }
+                *rstd = T::ONE / (l.sum(squares) * self.inverse + self.eps).sqrt();
+                let scale = l.splat(*rstd);
+                for from in (g * run..d).step_by(groups * run) {
+                    each_vector!(L::N, from..from + run, |at, end| {
+                        let w = l.mul(scale, l.read::<FULL>(self.weight_s, at, end));
+                        let u = if shape.gate_first {
+                            l.read::<FULL>(out, at, end)
+                        } else {
+                            let z = l.read::<FULL>(z, at, end);
+                            l.mul(l.read::<FULL>(y, at, end), l.mul(z, l.sigmoid(z)))
+                        };
+                        l.write::<FULL>(l.mul(u, w), out, at, end);
+                    });
                 }
             }
-        };
-        out.par_chunks_mut(block * self.ld_out)
-            .zip(rstd.par_chunks_mut(block * groups))
-            .enumerate()
-            .for_each(|(i, (out, rstd))| crate::par::simd!(|| rows(i * block, out, rstd)));
+        }
     }
 }
 
@@ -183,10 +210,9 @@ impl GatedNormBackward {
         Cost::new(24.0 * n, 5.0 * n)
     }
 
-    /// Per block: partial dweight / s [D], sigmoid(z) and a product of one token [D] each, means
-    /// of one token [G].
+    /// Per block: partial dweight / s [D], sigmoid(z) of one token [D].
     fn block_work(&self) -> usize {
-        3 * self.shape.channels() + self.shape.groups
+        2 * self.shape.channels()
     }
 
     fn blocks(&self) -> usize {
@@ -223,7 +249,10 @@ impl GatedNormBackward {
             .zip(work.par_chunks_mut(self.block_work()))
             .enumerate()
             .for_each(|(i, ((dy, dz), work))| {
-                crate::par::simd!(|| self.block(i * block, dy, dz, work, [y, z, rstd, dout], weight_s));
+                let (sums, gate) = work.split_at_mut(d);
+                sums.fill(T::ZERO);
+                let first = i * block;
+                T::vectors(Backward { kernel: self, first, y, z, rstd, dout, weight_s, dy, dz, sums, gate });
             });
         // Partial sums in block order; d(out)/ds of a channel is its dweight / s times the weight.
         let (total, work) = work.split_at_mut(self.block_work());
@@ -241,63 +270,84 @@ impl GatedNormBackward {
             rest[0][0] += ds;
         }
     }
+}
+
+/// A block of the backward pass: tokens from `first`, whose rows of dy and dz are given, its sums for dweight, and room
+/// for one token's sigmoid(z).
+struct Backward<'a, T> {
+    kernel: &'a GatedNormBackward,
+    first: usize,
+    y: &'a [T],
+    z: &'a [T],
+    rstd: &'a [T],
+    dout: &'a [T],
+    weight_s: &'a [T],
+    dy: &'a mut [T],
+    dz: &'a mut [T],
+    sums: &'a mut [T],
+    gate: &'a mut [T],
+}
+
+impl<T: Real> WithLanes<T> for Backward<'_, T> {
+    type Out = ();
 
     #[inline(always)]
-    fn block<T: Real>(
-        &self,
-        first: usize,
-        dy: &mut [T],
-        dz: &mut [T],
-        work: &mut [T],
-        [y, z, rstd, dout]: [&[T]; 4],
-        weight_s: &[T],
-    ) {
-        let shape = &self.shape;
+    fn run<L: Lanes<T = T>>(self, l: L) {
+        let (kernel, shape) = (self.kernel, &self.kernel.shape);
         let (d, groups, run) = (shape.channels(), shape.groups, shape.run());
         let inverse = T::of(1.0 / shape.group_width as f64);
-        let (partial, work) = work.split_at_mut(d);
-        let (gate, work) = work.split_at_mut(d);
-        let (product, mean) = work.split_at_mut(d);
-        partial.fill(T::ZERO);
-        for (i, (dy, dz)) in dy.chunks_mut(self.ld_dy).zip(dz.chunks_mut(self.ld_dz)).enumerate() {
-            let t = first + i;
-            let y = &y[t * self.ld_y..][..d];
-            let z = &z[t * self.ld_z..][..d];
-            let dout = &dout[t * self.ld_dout..][..d];
-            let rstd = &rstd[t * groups..][..groups];
-            for (g, &z) in gate.iter_mut().zip(z) {
-                *g = z.vsigmoid();
-            }
-            // mean of n * dn over the group, n the normalised value and dn its gradient: both gate orders have the
-            // same product y * silu(z) * dout * w * s in it.
-            mean.fill(T::ZERO);
-            for c in 0..d {
-                product[c] = y[c] * (z[c] * gate[c]) * dout[c];
-            }
-            for (r, (product, w)) in product.chunks(run).zip(weight_s.chunks(run)).enumerate() {
-                mean[r % groups] += lane_dot(product, w);
-            }
-            mean.iter_mut().zip(rstd).for_each(|(m, &rstd)| *m *= rstd * inverse);
-            for r in 0..d / run {
-                let at = r * run;
-                let (rstd, mean) = (rstd[r % groups], mean[r % groups]);
-                let (y, z, dout) = (&y[at..at + run], &z[at..at + run], &dout[at..at + run]);
-                let (gate, w) = (&gate[at..at + run], &weight_s[at..at + run]);
-                let (dy, dz, partial) = (&mut dy[at..at + run], &mut dz[at..at + run], &mut partial[at..at + run]);
-                for c in 0..run {
-                    let silu = z[c] * gate[c];
-                    let slope = gate[c] * (T::ONE + z[c] * (T::ONE - gate[c]));
-                    let upstream = dout[c] * w[c];
-                    let scaled = y[c] * rstd;
-                    partial[c] += dout[c] * scaled * silu;
-                    let (to_y, to_z) = if shape.gate_first {
-                        let du = rstd * (upstream - scaled * silu * mean);
-                        (du * silu, du * y[c] * slope)
-                    } else {
-                        (rstd * (upstream * silu - scaled * mean), upstream * scaled * slope)
-                    };
-                    dy[c] = if self.acc_dy { dy[c] + to_y } else { to_y };
-                    dz[c] = if self.acc_dz { dz[c] + to_z } else { to_z };
+        let (w, sums, gate) = (&self.weight_s[..d], &mut self.sums[..d], &mut self.gate[..d]);
+        let one = l.splat(T::ONE);
+        for (i, (dy, dz)) in self.dy.chunks_mut(kernel.ld_dy).zip(self.dz.chunks_mut(kernel.ld_dz)).enumerate() {
+            let t = self.first + i;
+            let y = &self.y[t * kernel.ld_y..][..d];
+            let z = &self.z[t * kernel.ld_z..][..d];
+            let dout = &self.dout[t * kernel.ld_dout..][..d];
+            let (dy, dz) = (&mut dy[..d], &mut dz[..d]);
+            for g in 0..groups {
+                // Sum of n * dn over the group, n the normalised value and dn its gradient: both gate orders have the
+                // same product y * silu(z) * dout * w * s in it.
+                let mut product = l.zero();
+                for from in (g * run..d).step_by(groups * run) {
+                    each_vector!(L::N, from..from + run, |at, end| {
+                        let z = l.read::<FULL>(z, at, end);
+                        let s = l.sigmoid(z);
+                        l.write::<FULL>(s, gate, at, end);
+                        let upstream = l.mul(l.read::<FULL>(dout, at, end), l.read::<FULL>(w, at, end));
+                        let u = l.mul(l.read::<FULL>(y, at, end), l.mul(z, s));
+                        product = l.mul_add(u, upstream, product);
+                    });
+                }
+                let rstd = self.rstd[t * groups + g];
+                let mean = l.splat(l.sum(product) * rstd * inverse);
+                let rstd = l.splat(rstd);
+                for from in (g * run..d).step_by(groups * run) {
+                    each_vector!(L::N, from..from + run, |at, end| {
+                        let (y, z) = (l.read::<FULL>(y, at, end), l.read::<FULL>(z, at, end));
+                        let (dout, s) = (l.read::<FULL>(dout, at, end), l.read::<FULL>(gate, at, end));
+                        let silu = l.mul(z, s);
+                        let slope = l.mul(s, l.mul_add(z, l.sub(one, s), one));
+                        let upstream = l.mul(dout, l.read::<FULL>(w, at, end));
+                        let scaled = l.mul(y, rstd);
+                        let normal = l.mul(scaled, silu);
+                        let sum = l.mul_add(dout, normal, l.read::<FULL>(sums, at, end));
+                        l.write::<FULL>(sum, sums, at, end);
+                        let (mut to_y, mut to_z) = if shape.gate_first {
+                            let du = l.mul(rstd, l.sub_mul(normal, mean, upstream));
+                            (l.mul(du, silu), l.mul(l.mul(du, y), slope))
+                        } else {
+                            let dn = l.sub_mul(scaled, mean, l.mul(upstream, silu));
+                            (l.mul(rstd, dn), l.mul(l.mul(upstream, scaled), slope))
+                        };
+                        if kernel.acc_dy {
+                            to_y = l.add(l.read::<FULL>(dy, at, end), to_y);
+                        }
+                        if kernel.acc_dz {
+                            to_z = l.add(l.read::<FULL>(dz, at, end), to_z);
+                        }
+                        l.write::<FULL>(to_y, dy, at, end);
+                        l.write::<FULL>(to_z, dz, at, end);
+                    });
                 }
             }
         }
@@ -305,143 +355,4 @@ impl GatedNormBackward {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::cpu::check::{Call, finite_differences, normal, relative_l2};
-    use rstest::rstest;
-
-    const T: usize = 37;
-
-    fn shape(grouping: Grouping, gate_first: bool) -> GatedNormShape {
-        let weight = Blocks::new([(0, 8), (12, 4)]);
-        GatedNormShape { tokens: T, weight, groups: 3, grouping, group_width: 5, gate_first, has_scale: true }
-    }
-
-    /// Straight from the definition, for the shapes above.
-    fn naive(k: &GatedNormShape, y: &[f64], z: &[f64], w: &[f64], eps: f64, s: f64) -> Vec<f64> {
-        let d = k.weight.len();
-        let w: Vec<f64> = k.weight.iter().flat_map(|(at, _, len)| w[at..at + len].to_vec()).collect();
-        let group = |c: usize| match k.grouping {
-            Grouping::Interleaved { head_dim } => (c / head_dim) % k.groups,
-            Grouping::Contiguous => c / (d / k.groups),
-        };
-        let mut out = vec![0.0; y.len()];
-        for t in 0..k.tokens {
-            let silu = |c: usize| z[t * d + c] / (1.0 + (-z[t * d + c]).exp());
-            let u = |c: usize| if k.gate_first { y[t * d + c] * silu(c) } else { y[t * d + c] };
-            for c in 0..d {
-                let sum: f64 = (0..d).filter(|&o| group(o) == group(c)).map(|o| u(o) * u(o)).sum();
-                let n = u(c) / (sum / k.group_width as f64 + eps).sqrt() * w[c] * s;
-                out[t * d + c] = if k.gate_first { n } else { n * silu(c) };
-            }
-        }
-        out
-    }
-
-    fn spread(rows: &[f64], c: usize, ld: usize) -> Vec<f64> {
-        let mut out = vec![55.0; (rows.len() / c - 1) * ld + c];
-        rows.chunks(c).zip(out.chunks_mut(ld)).for_each(|(row, o)| o[..c].copy_from_slice(row));
-        out
-    }
-
-    fn dense(rows: &[f64], c: usize, ld: usize) -> Vec<f64> {
-        assert!(rows.chunks(ld).all(|row| row[c..].iter().all(|&v| v == 55.0)), "wrote outside its columns");
-        rows.chunks(ld).flat_map(|row| row[..c].to_vec()).collect()
-    }
-
-    #[rstest]
-    fn matches_the_definition_and_finite_differences(
-        #[values(Grouping::Interleaved { head_dim: 2 }, Grouping::Contiguous)] grouping: Grouping,
-        #[values(true, false)] gate_first: bool,
-    ) {
-        let shape = shape(grouping, gate_first);
-        let d = shape.weight.len();
-        let (y, mut z) = (normal(1, T * d), normal(2, T * d));
-        z[..d].fill(0.0);
-        let (w, dout, e, s) = (normal(3, 20), normal(4, T * d), 0.7, 1.3);
-        let eps = 1e-2;
-        let forward = GatedNorm { shape: shape.clone(), eps, has_eps_scale: true, ld_y: d, ld_z: d + 1, ld_out: d + 2 };
-        let mut call = Call {
-            ins: vec![y.clone(), spread(&z, d, d + 1), w.clone(), vec![e], vec![s]],
-            outs: vec![vec![55.0; (T - 1) * (d + 2) + d], vec![0.0; T * 3]],
-            ..Call::default()
-        };
-        call.run(&forward);
-        let out = dense(&call.outs[0], d, d + 2);
-        assert!(relative_l2(&out, &naive(&shape, &y, &z, &w, eps * e, s)) < 1e-13);
-        assert!(relative_l2(&out, &dense(&call.run_f32(&forward)[0], d, d + 2)) < 1e-6);
-
-        let backward = GatedNormBackward {
-            shape: shape.clone(),
-            ld_y: d,
-            ld_z: d + 1,
-            ld_dout: d,
-            ld_dy: d + 3,
-            ld_dz: d + 1,
-            acc_dy: true,
-            acc_dz: false,
-        };
-        let (before, w0) = (normal(5, T * d), normal(6, 20));
-        let mut back = Call {
-            ins: vec![y.clone(), spread(&z, d, d + 1), w.clone(), call.outs[1].clone(), dout.clone(), vec![s]],
-            outs: vec![spread(&before, d, d + 3), spread(&before, d, d + 1), w0.clone(), vec![10.0]],
-            ..Call::default()
-        };
-        let start = back.clone();
-        back.run(&backward);
-        let minus = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a - b).collect::<Vec<_>>();
-        let dy = minus(&dense(&back.outs[0], d, d + 3), &before);
-        let dz = dense(&back.outs[1], d, d + 1);
-        let loss = |y: &[f64], z: &[f64], w: &[f64], s: f64| -> f64 {
-            naive(&shape, y, z, w, eps * e, s).iter().zip(&dout).map(|(o, d)| o * d).sum()
-        };
-        finite_differences("dy", &y, &dy, 1e-7, |y| loss(y, &z, &w, s));
-        finite_differences("dz", &z, &dz, 1e-7, |z| loss(&y, z, &w, s));
-        finite_differences("dweight", &w, &minus(&back.outs[2], &w0), 1e-7, |w| loss(&y, &z, w, s));
-        finite_differences("ds", &[s], &[back.outs[3][0] - 10.0], 1e-7, |s| loss(&y, &z, &w, s[0]));
-
-        let swapped = GatedNormBackward { acc_dy: false, acc_dz: true, ..backward };
-        let mut other = start.clone();
-        other.run(&swapped);
-        assert!(relative_l2(&dense(&other.outs[0], d, d + 3), &dy) < 1e-13);
-        assert!(relative_l2(&minus(&dense(&other.outs[1], d, d + 1), &before), &dz) < 1e-13);
-        for (wide, narrow) in other.outs.iter().zip(start.run_f32(&swapped)) {
-            assert!(relative_l2(wide, &narrow) < 1e-5);
-        }
-    }
-
-    #[test]
-    fn plain_form_and_thread_counts() {
-        let (tokens, d) = (500, 48);
-        let shape = GatedNormShape {
-            tokens,
-            weight: Blocks::full(d),
-            groups: 2,
-            grouping: Grouping::Interleaved { head_dim: 24 },
-            group_width: 24,
-            gate_first: true,
-            has_scale: false,
-        };
-        let forward = GatedNorm { shape: shape.clone(), eps: 1e-5, has_eps_scale: false, ld_y: d, ld_z: d, ld_out: d };
-        let (y, z, w) = (normal(1, tokens * d), normal(2, tokens * d), normal(3, d));
-        let mut call = Call {
-            ins: vec![y.clone(), z.clone(), w.clone()],
-            outs: vec![vec![0.0; tokens * d], vec![0.0; tokens * 2]],
-            ..Call::default()
-        };
-        call.run(&forward);
-        assert!(relative_l2(&call.outs[0], &naive(&shape, &y, &z, &w, 1e-5, 1.0)) < 1e-13);
-        let backward =
-            GatedNormBackward { shape, ld_y: d, ld_z: d, ld_dout: d, ld_dy: d, ld_dz: d, acc_dy: false, acc_dz: false };
-        let back = Call {
-            ins: vec![y, z, w, call.outs[1].clone(), normal(4, tokens * d)],
-            outs: vec![vec![0.0; tokens * d], vec![0.0; tokens * d], vec![0.0; d]],
-            ..Call::default()
-        };
-        let with = |threads: usize| {
-            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-            pool.install(|| back.run_f32(&backward))
-        };
-        assert_eq!(with(1), with(2));
-    }
-}
+mod tests;

@@ -30,6 +30,7 @@ pub mod rope;
 pub mod softmax;
 pub mod ssd;
 pub mod swiglu;
+pub mod vector;
 pub mod vmath;
 
 #[cfg(test)]

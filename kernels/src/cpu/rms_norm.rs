@@ -12,6 +12,7 @@
 
 use super::lanes;
 use crate::blocks::Blocks;
+use crate::cpu::vector::{Lanes, WithLanes, each_vector};
 use crate::kernel::{Args, Cost};
 use crate::par;
 use crate::real::Real;
@@ -53,25 +54,55 @@ impl RmsNorm {
         let block = par::block_rows(self.tokens, 2 * cols);
         let y = &mut y[..(self.tokens - 1) * self.ld_y + cols];
         par::rows_pair_mut((y, self.ld_y), (&mut rstd[..self.tokens], block), block, |first, y, rstd| {
-            par::simd!(|| {
-                for (i, (y, rstd)) in y.chunks_mut(self.ld_y).zip(rstd).enumerate() {
-                    let x = &x[(first + i) * self.ld_x..][..cols];
-                    *rstd = T::ONE / (lanes::dot(x, x) * inv_width + eps).sqrt();
-                    let scale = *rstd * s;
-                    for (start, at, len) in self.weight.iter() {
-                        let (y, x, w) = (&mut y[at..at + len], &x[at..at + len], &w[start..start + len]);
-                        for ((y, &x), &w) in y.iter_mut().zip(x).zip(w) {
-                            *y = x * scale * w;
-                        }
-                    }
-                }
-            });
+            T::vectors(Forward { kernel: self, first, x, w, eps, inv_width, s, y, rstd });
         });
     }
 
     fn cost(&self) -> Cost {
         let n = (self.tokens * self.weight.len()) as f64;
         Cost::new(4.0 * n, 2.0 * n)
+    }
+}
+
+/// A block of the forward pass: tokens from `first`, whose rows of y and rstd are given.
+struct Forward<'a, T> {
+    kernel: &'a RmsNorm,
+    first: usize,
+    x: &'a [T],
+    w: &'a [T],
+    eps: T,
+    inv_width: T,
+    s: T,
+    y: &'a mut [T],
+    rstd: &'a mut [T],
+}
+
+impl<T: Real> WithLanes<T> for Forward<'_, T> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<L: Lanes<T = T>>(self, l: L) {
+        let kernel = self.kernel;
+        let cols = kernel.weight.len();
+        for (i, (y, rstd)) in self.y.chunks_mut(kernel.ld_y).zip(self.rstd).enumerate() {
+            let x = &self.x[(self.first + i) * kernel.ld_x..][..cols];
+            let y = &mut y[..cols];
+            // Two sums, taken in turns: one alone waits for itself.
+            let mut squares = [l.zero(); 2];
+            each_vector!(L::N, 0..cols, |at, end| {
+                let x = l.read::<FULL>(x, at, end);
+                squares = [squares[1], l.mul_add(x, x, squares[0])];
+            });
+            *rstd = T::ONE / (l.sum(l.add(squares[0], squares[1])) * self.inv_width + self.eps).sqrt();
+            let scale = l.splat(*rstd * self.s);
+            for (start, dense, len) in kernel.weight.iter() {
+                let (w, x, y) = (&self.w[start..start + len], &x[dense..dense + len], &mut y[dense..dense + len]);
+                each_vector!(L::N, 0..len, |at, end| {
+                    let x = l.mul(l.read::<FULL>(x, at, end), scale);
+                    l.write::<FULL>(l.mul(x, l.read::<FULL>(w, at, end)), y, at, end);
+                });
+            }
+        }
     }
 }
 
@@ -110,30 +141,7 @@ impl RmsNormBackward {
         let dx = &mut dx[..(self.tokens - 1) * self.ld_dx + cols];
         let work = &mut args.work[..self.workspace()];
         par::rows_pair_mut((dx, self.ld_dx), (&mut *work, cols), block, |first, dx, sums| {
-            par::simd!(|| {
-                sums.fill(T::ZERO);
-                for (i, dx) in dx.chunks_mut(self.ld_dx).enumerate() {
-                    let t = first + i;
-                    let (dy, x) = (&dy[t * self.ld_dy..][..cols], &x[t * self.ld_x..][..cols]);
-                    let mut gx = T::ZERO;
-                    for (start, at, len) in self.weight.iter() {
-                        let end = at + len;
-                        gx += lanes::sum3(&dy[at..end], &x[at..end], &w[start..start + len], |dy, x, w| dy * x * w);
-                    }
-                    let rstd = rstd[t];
-                    let along_g = rstd * s;
-                    let along_x = rstd * rstd * rstd * inv_width * gx * s;
-                    for (start, at, len) in self.weight.iter() {
-                        let (dy, x, w) = (&dy[at..at + len], &x[at..at + len], &w[start..start + len]);
-                        let (dx, sums) = (&mut dx[at..at + len], &mut sums[at..at + len]);
-                        if self.acc {
-                            row(dx, sums, dy, x, w, rstd, |dx, dy, x, w| dx + (dy * w * along_g - x * along_x));
-                        } else {
-                            row(dx, sums, dy, x, w, rstd, |_, dy, x, w| dy * w * along_g - x * along_x);
-                        }
-                    }
-                }
-            });
+            T::vectors(Backward { kernel: self, first, dy, x, rstd, w, inv_width, s, dx, sums });
         });
         par::simd!(|| self.add_parameters(work, w, s, params));
     }
@@ -162,12 +170,62 @@ impl RmsNormBackward {
     }
 }
 
-/// One row: dx from `f`, and sums += dy * x * rstd.
-#[inline(always)]
-fn row<T: Real>(dx: &mut [T], sums: &mut [T], dy: &[T], x: &[T], w: &[T], rstd: T, f: impl Fn(T, T, T, T) -> T) {
-    for ((dx, sum), ((&dy, &x), &w)) in dx.iter_mut().zip(sums).zip(dy.iter().zip(x).zip(w)) {
-        *dx = f(*dx, dy, x, w);
-        *sum += dy * (x * rstd);
+/// A block of the backward pass: tokens from `first`, whose rows of dx are given, and its sums of dy * x * rstd.
+struct Backward<'a, T> {
+    kernel: &'a RmsNormBackward,
+    first: usize,
+    dy: &'a [T],
+    x: &'a [T],
+    rstd: &'a [T],
+    w: &'a [T],
+    inv_width: T,
+    s: T,
+    dx: &'a mut [T],
+    sums: &'a mut [T],
+}
+
+impl<T: Real> WithLanes<T> for Backward<'_, T> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<L: Lanes<T = T>>(self, l: L) {
+        let kernel = self.kernel;
+        let cols = kernel.weight.len();
+        self.sums.fill(T::ZERO);
+        for (i, dx) in self.dx.chunks_mut(kernel.ld_dx).enumerate() {
+            let t = self.first + i;
+            let (dy, x) = (&self.dy[t * kernel.ld_dy..][..cols], &self.x[t * kernel.ld_x..][..cols]);
+            let dx = &mut dx[..cols];
+            // Sum of g x / s, in two sums taken in turns: one alone waits for itself.
+            let mut along = [l.zero(); 2];
+            for (start, dense, len) in kernel.weight.iter() {
+                let (dy, x, w) = (&dy[dense..dense + len], &x[dense..dense + len], &self.w[start..start + len]);
+                each_vector!(L::N, 0..len, |at, end| {
+                    let g = l.mul(l.read::<FULL>(dy, at, end), l.read::<FULL>(w, at, end));
+                    along = [along[1], l.mul_add(g, l.read::<FULL>(x, at, end), along[0])];
+                });
+            }
+            let gx = l.sum(l.add(along[0], along[1]));
+            let rstd = self.rstd[t];
+            let along_g = l.splat(rstd * self.s);
+            let along_x = l.splat(rstd * rstd * rstd * self.inv_width * gx * self.s);
+            let rstd = l.splat(rstd);
+            for (start, dense, len) in kernel.weight.iter() {
+                let (dy, x, w) = (&dy[dense..dense + len], &x[dense..dense + len], &self.w[start..start + len]);
+                let (dx, sums) = (&mut dx[dense..dense + len], &mut self.sums[dense..dense + len]);
+                each_vector!(L::N, 0..len, |at, end| {
+                    let (dy, x) = (l.read::<FULL>(dy, at, end), l.read::<FULL>(x, at, end));
+                    let sum = l.mul_add(dy, l.mul(x, rstd), l.read::<FULL>(sums, at, end));
+                    l.write::<FULL>(sum, sums, at, end);
+                    let g = l.mul(dy, l.read::<FULL>(w, at, end));
+                    let mut to_x = l.sub_mul(x, along_x, l.mul(g, along_g));
+                    if kernel.acc {
+                        to_x = l.add(l.read::<FULL>(dx, at, end), to_x);
+                    }
+                    l.write::<FULL>(to_x, dx, at, end);
+                });
+            }
+        }
     }
 }
 
@@ -295,6 +353,55 @@ mod tests {
                 let want = if c < 5 { sliced[t * 5 + c] } else { 0.0 };
                 assert!((masked[t * 8 + c] - want).abs() < 1e-14);
             }
+        }
+    }
+
+    /// More channels than a vector of either type has, and some left, in two blocks.
+    #[test]
+    fn wide_rows() {
+        let (tokens, cols) = (2, 37);
+        let weight = Blocks::new([(0, 17), (19, 20)]);
+        let (x, g, w) = (normal(1, tokens * cols), normal(2, tokens * cols), normal(3, 39));
+        let norm = RmsNorm {
+            tokens,
+            weight: weight.clone(),
+            width: cols,
+            eps: 0.1,
+            ld_x: cols,
+            ld_y: cols,
+            eps_ratio: false,
+            scale: false,
+        };
+        let forward = |x: &[f64], w: &[f64]| {
+            let outs = vec![vec![0.0; tokens * cols], vec![0.0; tokens]];
+            let mut call = Call { ins: vec![x.into(), w.into()], outs, ..Default::default() };
+            call.run(&norm);
+            call
+        };
+        let loss = |x: &[f64], w: &[f64]| forward(x, w).outs[0].iter().zip(&g).map(|(y, g)| y * g).sum::<f64>();
+        let saved = forward(&x, &w);
+        assert!(relative_l2(&saved.run_f32(&norm)[0], &saved.outs[0]) < 1e-6);
+        let backward = RmsNormBackward {
+            tokens,
+            weight,
+            width: cols,
+            ld_dy: cols,
+            ld_x: cols,
+            ld_dx: cols,
+            scale: false,
+            acc: false,
+        };
+        let mut back = Call {
+            ins: vec![g.clone(), x.clone(), saved.outs[1].clone(), w.clone()],
+            outs: vec![vec![0.0; tokens * cols], vec![0.0; 39]],
+            ..Default::default()
+        };
+        let single = back.run_f32(&backward);
+        back.run(&backward);
+        finite_differences("dx", &x, &back.outs[0], 1e-7, |x| loss(x, &w));
+        finite_differences("dw", &w, &back.outs[1], 1e-7, |w| loss(&x, w));
+        for (single, double) in single.iter().zip(&back.outs) {
+            assert!(relative_l2(single, double) < 1e-5);
         }
     }
 
