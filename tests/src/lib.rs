@@ -1,4 +1,5 @@
 pub mod goldens;
 pub mod layouts;
 pub mod plugins;
+pub mod runs;
 pub mod test_host;

@@ -1,113 +1,13 @@
 //! Whole runs of the program with a real provider: stopped and killed runs go on bit by bit, in any layout; a NaN ends
 //! a run; the plan and the description agree with what was trained.
 
-use gantry_tests::plugins::{fixture, gantry, providers};
+use gantry_tests::plugins::fixture;
+use gantry_tests::runs::{Runs, signal};
 use rstest::rstest;
 use serde_json::Value;
 use std::path::Path;
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
-
-const RECIPE: &str = "\
-name: small
-modules:
-  lm:
-    provider: nemotron-hybrid
-    config:
-      pattern: M*E-
-      hidden_size: 32
-      vocab_size: 64
-      num_attention_heads: 4
-      num_query_groups: 2
-      kv_channels: 8
-      ffn_hidden_size: 64
-      mamba_num_heads: 4
-      mamba_head_dim: 8
-      mamba_num_groups: 2
-      mamba_state_dim: 8
-      mamba_chunk_size: 16
-      num_moe_experts: 4
-      moe_ffn_hidden_size: 16
-      moe_router_enable_expert_bias: true
-      moe_aux_loss_coeff: 1.0e-3
-data: {synthetic: {vocab: 64, document_length: 40, tokens: 20000}}
-optimizer: {lr: 1.0e-2}
-schedule: {warmup_steps: 3}
-train: {steps: 5000, seq_length: 48, micro_batch_size: 1, global_batch_size: 4}
-checkpoint: {every: 6}
-";
-
-struct Runs {
-    folder: tempfile::TempDir,
-}
-
-impl Runs {
-    fn new() -> Runs {
-        let folder = tempfile::tempdir().unwrap();
-        std::fs::write(folder.path().join("r.yaml"), RECIPE).unwrap();
-        Runs { folder }
-    }
-
-    fn command(&self, arguments: &[&str]) -> Command {
-        // The program looks for plugins beside itself.
-        providers(&["nemotron-hybrid"]);
-        let mut command = Command::new(gantry());
-        command.current_dir(self.folder.path()).args(arguments);
-        // Build folders of some systems are writable by a group.
-        command.env("GANTRY_ALLOW_WRITABLE_PLUGINS", "1");
-        command
-    }
-
-    fn gantry(&self, arguments: &[&str]) -> Output {
-        self.command(arguments).output().unwrap()
-    }
-
-    /// Trains into `run` up to `steps`; fails the test if the program does.
-    fn train(&self, run: &str, steps: &str, more: &[&str]) {
-        let output = self.gantry(&[&["train", "r.yaml", "--run-dir", run, "--steps", steps], more].concat());
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    }
-
-    /// Starts training and waits until `lines` steps are in the metrics.
-    fn train_until(&self, run: &str, lines: usize) -> Child {
-        let mut child = self.command(&["train", "r.yaml", "--run-dir", run]).stderr(Stdio::null()).spawn().unwrap();
-        let began = Instant::now();
-        while self.metrics(run).len() < lines {
-            assert!(child.try_wait().unwrap().is_none(), "the run ended before step {lines}");
-            assert!(began.elapsed() < Duration::from_secs(120), "no step {lines} after two minutes");
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        child
-    }
-
-    /// Whole lines of the metrics, without what depends on the clock and the machine.
-    fn metrics(&self, run: &str) -> Vec<Value> {
-        let text = std::fs::read_to_string(self.folder.path().join(run).join("metrics.jsonl")).unwrap_or_default();
-        let mut lines: Vec<Value> = text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
-        for line in lines.iter_mut().filter_map(Value::as_object_mut) {
-            let clock = ["step_seconds", "data_seconds", "tokens_per_second", "memory_peak_bytes"];
-            clock.iter().for_each(|key| drop(line.remove(*key)));
-        }
-        lines
-    }
-
-    /// Hashes of the shards of a step's checkpoint, as its index states them.
-    fn hashes(&self, run: &str, step: u64) -> Value {
-        let path = self.folder.path().join(format!("{run}/checkpoints/step-{step:08}/index.json"));
-        let index: Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
-        assert!(index["tensors"].as_array().unwrap().len() > 20);
-        index["files"].clone()
-    }
-
-    fn latest(&self, run: &str) -> String {
-        std::fs::read_to_string(self.folder.path().join(run).join("checkpoints/latest")).unwrap().trim().into()
-    }
-}
-
-fn signal(child: &Child, name: &str) {
-    let status = Command::new("kill").args([name, &child.id().to_string()]).status().unwrap();
-    assert!(status.success());
-}
 
 #[test]
 fn stopped_and_killed_runs_go_on_bit_by_bit() {
@@ -145,7 +45,7 @@ fn a_run_whose_terminal_goes_saves_unless_it_was_told_to_stay() {
     // As nohup starts it.
     let plain = runs.command(&["train", "r.yaml", "--run-dir", "stays", "--steps", "5000"]);
     let mut command = Command::new("sh");
-    command.current_dir(runs.folder.path()).env("GANTRY_ALLOW_WRITABLE_PLUGINS", "1").stderr(Stdio::null());
+    command.current_dir(runs.path()).env("GANTRY_ALLOW_WRITABLE_PLUGINS", "1").stderr(Stdio::null());
     command.args(["-c", "trap '' HUP; exec \"$@\"", "sh"]).arg(plain.get_program()).args(plain.get_args());
     let mut child = command.spawn().unwrap();
     let steps = || runs.metrics("stays").len();
@@ -169,7 +69,7 @@ fn a_file_that_may_not_grow_ends_a_run_with_status_4() {
     let runs = Runs::new();
     let plain = runs.command(&["train", "r.yaml", "--run-dir", "run", "--steps", "2"]);
     let mut command = Command::new("sh");
-    command.current_dir(runs.folder.path()).env("GANTRY_ALLOW_WRITABLE_PLUGINS", "1");
+    command.current_dir(runs.path()).env("GANTRY_ALLOW_WRITABLE_PLUGINS", "1");
     command.args(["-c", "ulimit -f 20; exec \"$@\"", "sh"]).arg(plain.get_program()).args(plain.get_args());
     let output = command.output().unwrap();
     let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -186,7 +86,7 @@ fn a_signal_before_the_first_step_ends_the_program_at_once() {
     let arguments = ["train", "r.yaml", "--run-dir", "run", "--set", corpus];
     let mut child = runs.command(&arguments).stderr(Stdio::null()).spawn().unwrap();
     // The log is opened after signals are caught.
-    let log = runs.folder.path().join("run/log.jsonl");
+    let log = runs.path().join("run/log.jsonl");
     while !log.exists() {
         assert!(child.try_wait().unwrap().is_none());
         std::thread::sleep(Duration::from_millis(2));
@@ -229,7 +129,7 @@ fn nan_ends_a_run_with_status_5_and_says_where() {
 fn a_torn_checkpoint_is_refused_by_name() {
     let runs = Runs::new();
     runs.train("torn", "2", &[]);
-    let shard = runs.folder.path().join("torn/checkpoints/step-00000002/shard-00000.safetensors");
+    let shard = runs.path().join("torn/checkpoints/step-00000002/shard-00000.safetensors");
     let bytes = std::fs::read(&shard).unwrap();
     std::fs::write(&shard, &bytes[..bytes.len() / 2]).unwrap();
     let output = runs.gantry(&["train", "r.yaml", "--run-dir", "torn"]);
@@ -264,7 +164,7 @@ fn wrong_input_has_its_status_and_sentence(#[case] set: &[&str], #[case] status:
 fn the_plan_counts_what_the_run_saves() {
     let runs = Runs::new();
     runs.train("run", "1", &[]);
-    let index = std::fs::read(runs.folder.path().join("run/checkpoints/step-00000001/index.json")).unwrap();
+    let index = std::fs::read(runs.path().join("run/checkpoints/step-00000001/index.json")).unwrap();
     let index: Value = serde_json::from_slice(&index).unwrap();
     let elements =
         |tensor: &Value| -> u64 { tensor["shape"].as_array().unwrap().iter().map(|n| n.as_u64().unwrap()).product() };
