@@ -23,6 +23,8 @@ pub(super) enum Command {
     Inspect(Inspect),
     /// Measures operators, or a recipe's steps, against the machine's fastest matrix product and copy.
     Bench(Bench),
+    /// Tells what this machine offers (processor, memory, GPU, libraries, plugins) and what is missing.
+    Doctor(Doctor),
 }
 
 /// A recipe and what overrides it.
@@ -101,6 +103,16 @@ pub(super) struct Bench {
     /// Prints JSON.
     #[arg(long)]
     pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(super) struct Doctor {
+    /// Prints JSON.
+    #[arg(long)]
+    pub json: bool,
+    /// Opens a library in this process.
+    #[arg(long, hide = true, value_name = "NAME")]
+    pub library: Option<String>,
 }
 
 impl RecipeArguments {

@@ -48,6 +48,8 @@ pub(super) fn run(arguments: args::Bench) -> Result<()> {
     }
     // The sizes of an operator stand together.
     measured.sort_by_key(|m| (known.iter().position(|name| *name == m.operator), m.class));
+    // Once more: other programs may have been busy the first time.
+    let ceilings = ceilings.or(Ceilings::measure::<f32>());
     if arguments.json {
         let rows: Vec<Value> = measured
             .iter()
@@ -74,14 +76,14 @@ fn human(ceilings: &Ceilings, measured: &[operators::Measured]) -> String {
     // Writing to a String cannot fail.
     let _ = writeln!(
         text,
-        "{:26} {:>14} {:>10} {:>6} {:>6} {:>9} {:>8} {:>11}",
+        "{:30} {:>14} {:>10} {:>6} {:>6} {:>9} {:>8} {:>11}",
         "kernel", "size", "median ms", "+- %", "count", "GFLOP/s", "GB/s", "of ceiling"
     );
     for m in measured {
         let seconds = m.seconds.median.max(f64::MIN_POSITIVE);
         let _ = writeln!(
             text,
-            "{:26} {:>14} {:>10.3} {:>6.0} {:>6} {:>9.1} {:>8.1} {:>10.0}%",
+            "{:30} {:>14} {:>10.3} {:>6.0} {:>6} {:>9.1} {:>8.1} {:>10.0}%",
             m.class,
             m.size,
             1e3 * seconds,

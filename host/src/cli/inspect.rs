@@ -16,17 +16,17 @@ use std::process::{Command, Stdio};
 
 /// What the child tells its parent, and `--json` prints.
 #[derive(Serialize, Deserialize)]
-struct Report {
+pub(super) struct Report {
     #[serde(flatten)]
-    plugin: Inspection,
+    pub(super) plugin: Inspection,
     path: String,
     /// Of each model provider.
-    models: BTreeMap<String, Model>,
+    pub(super) models: BTreeMap<String, Model>,
 }
 
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-enum Model {
+pub(super) enum Model {
     Plan(Box<ModelPlan>),
     /// Why there is no plan with this configuration.
     Refused(String),
@@ -85,7 +85,7 @@ fn describe(file: &PluginFile, search: &Search, config: &Value) -> Result<Report
 }
 
 /// Has a second process of this program load the plugin.
-fn ask_child(file: &PluginFile, set: &[String]) -> Result<Report> {
+pub(super) fn ask_child(file: &PluginFile, set: &[String]) -> Result<Report> {
     let path = file.path.display();
     let crashed = |what: String| Failure::plugin(format!("plugin {path} could not be inspected: {what}"));
     let program = std::env::current_exe().map_err(|error| crashed(error.to_string()))?;

@@ -6,6 +6,7 @@
 
 mod args;
 mod bench;
+mod doctor;
 mod inspect;
 mod plan;
 mod train;
@@ -45,6 +46,7 @@ fn run(arguments: Arguments) -> Result<()> {
         Command::Plan(arguments) => plan::run(arguments),
         Command::Inspect(arguments) => inspect::run(arguments),
         Command::Bench(arguments) => bench::run(arguments),
+        Command::Doctor(arguments) => doctor::run(arguments),
     }
 }
 

@@ -23,6 +23,7 @@ mod gemm;
 mod launch;
 mod library;
 mod memory;
+mod probe;
 mod rms_norm;
 
 pub use compile::{SOURCES, Source, compile};
@@ -31,6 +32,7 @@ pub use error::{Error, Result};
 pub use launch::{Operands, supports};
 pub use library::{nvrtc_present, present};
 pub use memory::{Buffer, Span, Word};
+pub use probe::Runtime;
 
 /// Architecture the sources are compiled for: Hopper with its own instructions.
 pub const ARCH: &str = "sm_90a";
