@@ -159,6 +159,9 @@ pub enum Action {
 #[derive(Clone, Debug)]
 pub struct Step {
     pub action: Action,
+    /// What it writes, in the order of the action's real outputs; their storages may be others while a region is computed
+    /// again.
+    pub writes: SmallVec<[ValueId; 4]>,
     /// Region it was recorded in.
     pub region: u32,
     /// The operator call it belongs to, index into `Graph::calls`.
@@ -220,6 +223,8 @@ pub struct Graph {
     pub regions: Vec<Region>,
     /// Paths of operator calls.
     pub calls: Vec<Arc<str>>,
+    /// Names of the calls' operators; nothing for what the host records by itself.
+    pub operators: Vec<&'static str>,
     /// Inputs by name: batch inputs and step inputs.
     pub inputs: BTreeMap<String, ValueId>,
     pub outputs: BTreeMap<String, SmallVec<[ValueId; 2]>>,
@@ -286,18 +291,18 @@ impl Graph {
             work,
             kernel: Arc::new(kernel),
         };
-        self.push_step(action);
+        self.push_step(action, outs);
     }
 
     /// Appends a collective over contiguous values; `len` is the number of elements of one rank's part (of the whole for
     /// an all-reduce).
     pub fn emit_collective(&mut self, kind: Collective, src: ValueId, dst: ValueId, len: usize) {
         let (src, dst) = (self.operand(src), self.operand(dst));
-        self.push_step(Action::Collective { kind, src, dst, len });
+        self.push_step(Action::Collective { kind, src, dst, len }, &[]);
     }
 
-    fn push_step(&mut self, action: Action) {
-        self.steps.push(Step { action, region: self.region, call: self.call });
+    fn push_step(&mut self, action: Action, writes: &[ValueId]) {
+        self.steps.push(Step { action, writes: writes.into(), region: self.region, call: self.call });
     }
 
     /// A fresh contiguous value on this rank with the dimensions and placement of `like`.
@@ -317,6 +322,15 @@ impl Graph {
     /// Path of a step for messages: region and operator call.
     pub fn step_path(&self, step: &Step) -> String {
         self.path(step.region, step.call)
+    }
+
+    /// Name of the operator a step belongs to, or else of its kernel.
+    pub fn step_operator(&self, step: &Step) -> &'static str {
+        match (self.operators.get(step.call as usize), &step.action) {
+            (Some(&name), _) if !name.is_empty() => name,
+            (_, Action::Launch { kernel, .. }) => kernel.name(),
+            (_, Action::Collective { kind, .. }) => kind.name(),
+        }
     }
 
     /// Path of the operator call being recorded.

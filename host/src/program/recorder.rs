@@ -68,6 +68,7 @@ impl<'m> Recorder<'m> {
         let mut g = Graph::default();
         g.regions.push(Region { path: "".into(), kind: RegionKind::Plain, parent: None, steps: (0, 0) });
         g.calls.push("".into());
+        g.operators.push("");
         Recorder {
             cx,
             g,
@@ -343,6 +344,7 @@ impl<'m> Recorder<'m> {
     /// Begins a call of the host's own, named `path` in errors and profiles.
     pub fn begin_call(&mut self, path: &str) {
         self.g.calls.push(Arc::from(path));
+        self.g.operators.push("");
         self.g.call = self.g.calls.len() as u32 - 1;
     }
 
@@ -384,6 +386,9 @@ impl HostCalls for Recorder<'_> {
                     op.version()
                 ))
                 .into());
+        }
+        if let Some(name) = self.g.operators.last_mut() {
+            *name = op.name();
         }
         let inputs = call.inputs.iter().map(|&t| self.resolve(t)).collect::<Result<SmallVec<[ValueId; 8]>>>()?;
         let results = op.record(self, call.attrs, &inputs).map_err(|e| {

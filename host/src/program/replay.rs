@@ -147,23 +147,9 @@ impl Program {
         tp: &dyn Group<T>,
         mut profile: Option<&mut Profile>,
     ) -> Result<()> {
-        let split = self.graph.forward_steps;
-        let range = match phase {
-            Phase::Forward => 0..split,
-            Phase::Backward => split..self.steps.len(),
-        };
-        for i in range {
+        for i in self.steps_of(phase) {
             let clock = profile.is_some().then(Instant::now);
-            match &self.steps[i] {
-                Bound::Launch { .. } => {
-                    launch(&self.steps[i], arena, memory);
-                    if let Some(e) = super::ops::custom::take_failure() {
-                        return Err(e.at(self.graph.step_path(&self.graph.steps[i])));
-                    }
-                }
-                Bound::Collective { kind, src, dst } => collective(*kind, src, dst, arena, tp)
-                    .map_err(|e| e.at(self.graph.step_path(&self.graph.steps[i])))?,
-            }
+            self.run_step(i, arena, memory, tp)?;
             if let (Some(profile), Some(clock)) = (profile.as_deref_mut(), clock) {
                 let (class, cost) = self.steps[i].class();
                 profile.add(class, clock.elapsed(), cost, T::BYTES);
@@ -172,44 +158,38 @@ impl Program {
         Ok(())
     }
 
-    /// Path of the first forward step whose output holds a NaN or an infinity, by running the forward pass again.
-    pub fn first_nonfinite<T: Element>(
+    /// The steps of a phase.
+    pub(super) fn steps_of(&self, phase: Phase) -> Range<usize> {
+        match phase {
+            Phase::Forward => 0..self.graph.forward_steps,
+            Phase::Backward => self.graph.forward_steps..self.steps.len(),
+        }
+    }
+
+    /// Where in the activations the numbers go that a collective brings.
+    pub(super) fn received(&self, i: usize) -> Option<Range<usize>> {
+        match &self.steps[i] {
+            Bound::Collective { kind, dst, .. } if *kind != Collective::AllGatherInt => Some(dst.clone()),
+            _ => None,
+        }
+    }
+
+    /// Runs one step.
+    pub(super) fn run_step<T: Element>(
         &self,
+        i: usize,
         arena: &mut Arena<T>,
         memory: &mut Memory<'_, T>,
         tp: &dyn Group<T>,
-    ) -> Result<Option<String>> {
-        for (bound, step) in self.steps.iter().zip(&self.graph.steps).take(self.graph.forward_steps) {
-            match bound {
-                Bound::Launch { outs, acts, .. } => {
-                    launch(bound, arena, memory);
-                    for out in outs {
-                        // Only whole single-window outputs are looked at: gaps of strided ones hold anything.
-                        if let At::Act(piece, 0) = out
-                            && let Action::Launch { outs, .. } = &step.action
-                            && self.dense(outs, *piece, acts)
-                            && arena.act[acts[*piece].0.clone()].iter().any(|x| !x.is_finite())
-                        {
-                            return Ok(Some(self.graph.step_path(step)));
-                        }
-                    }
-                }
-                Bound::Collective { kind, src, dst } => collective(*kind, src, dst, arena, tp)?,
+    ) -> Result<()> {
+        let place = |e: Error| e.at(self.graph.step_path(&self.graph.steps[i]));
+        match &self.steps[i] {
+            Bound::Launch { .. } => {
+                launch(&self.steps[i], arena, memory);
+                super::ops::custom::take_failure().map_or(Ok(()), |e| Err(place(e)))
             }
+            Bound::Collective { kind, src, dst } => collective(*kind, src, dst, arena, tp).map_err(place),
         }
-        Ok(None)
-    }
-
-    fn dense(&self, outs: &[Operand], piece: usize, acts: &Pieces) -> bool {
-        outs.iter().any(|out| {
-            let start = self.plan.offsets[out.storage.0 as usize];
-            start == acts[piece].0.start
-                && self
-                    .graph
-                    .values
-                    .iter()
-                    .any(|v| v.storage == out.storage && v.offset == 0 && v.contiguous() && v.base.is_none())
-        })
     }
 }
 
