@@ -4,7 +4,7 @@
 use gantry_tests::plugins::fixture;
 use gantry_tests::runs::{Runs, signal};
 use rstest::rstest;
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -18,6 +18,9 @@ fn stopped_and_killed_runs_go_on_bit_by_bit() {
     signal(&child, "-TERM");
     assert_eq!(child.wait().unwrap().code(), Some(0));
     let stopped = runs.metrics("parts").len();
+    let log = std::fs::read_to_string(runs.folder.path().join("parts/log.jsonl")).unwrap();
+    let words = format!("step-{stopped:08}; the same command goes on from there");
+    assert!(log.contains(&words), "no {words:?} in the log");
     assert_eq!(runs.latest("parts"), format!("step-{stopped:08}"));
     let mut child = runs.train_until("parts", stopped + 8);
     signal(&child, "-KILL");
@@ -84,7 +87,7 @@ fn a_signal_before_the_first_step_ends_the_program_at_once() {
     // A corpus that takes far longer to make than the program gets.
     let corpus = "data.synthetic={vocab: 64, document_length: 40, tokens: 400000000}";
     let arguments = ["train", "r.yaml", "--run-dir", "run", "--set", corpus];
-    let mut child = runs.command(&arguments).stderr(Stdio::null()).spawn().unwrap();
+    let mut child = runs.command(&arguments).stderr(Stdio::piped()).spawn().unwrap();
     // The log is opened after signals are caught.
     let log = runs.path().join("run/log.jsonl");
     while !log.exists() {
@@ -93,7 +96,10 @@ fn a_signal_before_the_first_step_ends_the_program_at_once() {
     }
     signal(&child, "-TERM");
     let began = Instant::now();
-    assert_eq!(child.wait().unwrap().signal(), Some(15));
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.signal(), Some(15));
+    let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(stderr.contains("SIGTERM: ended before the first step"), "{stderr}");
     assert!(began.elapsed() < Duration::from_secs(5));
 }
 
@@ -121,8 +127,78 @@ fn nan_ends_a_run_with_status_5_and_says_where() {
     let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(5), "{stderr}");
     let last = runs.metrics("wild").pop().unwrap();
-    assert!(last["stopped"].as_str().unwrap().starts_with("nan in "), "{last}");
-    assert!(stderr.contains("NaN or infinity in"), "{stderr}");
+    let stopped = last["stopped"].as_str().unwrap();
+    assert!(stopped.starts_with("nan in ") && stopped.contains("lm.decoder.layers."), "{last}");
+    assert!(stderr.contains(&format!("NaN or infinity in {}", &stopped["nan in ".len()..])), "{stderr}");
+    assert!(stderr.contains("the first such number is "), "{stderr}");
+    assert!(!runs.folder.path().join("wild/checkpoints/latest").exists());
+    // What is broken for good stays broken: the steps allowed are left out, then the run ends.
+    let skip = ["--set", "train.on_nonfinite=skip", "--set", "train.max_skipped_steps=2"];
+    let output = runs.gantry(&[&["train", "r.yaml", "--run-dir", "skips"], &wild[..], &skip[..]].concat());
+    assert_eq!(output.status.code(), Some(5));
+    let lines = runs.metrics("skips");
+    let [.., a, b, end] = lines.as_slice() else { panic!("{lines:?}") };
+    assert_eq!((&a["skipped_steps"], &b["skipped_steps"], b.get("lm_loss")), (&json!(1), &json!(2), None));
+    assert!(b["skipped"].as_str().unwrap().starts_with("nan in ") && end["stopped"].is_string(), "{b} {end}");
+    assert_eq!(lines.iter().filter(|line| line.get("skipped").is_some()).count(), 2);
+}
+
+/// With a factor close to one every second step is a spike: what is left out leaves the checkpoint as it was, and a run in
+/// parts leaves out the same steps as a whole one.
+#[test]
+fn spikes_are_left_out_and_resumed_runs_agree_on_them() {
+    let runs = Runs::new();
+    let guard = ["train.on_nonfinite=skip", "train.spike_factor=1.001", "train.spike_window=3"];
+    let more = ["checkpoint.every=1", "checkpoint.keep_last=50", "optimizer.multipliers=[{match: '*norm*', lr: 0.5}]"];
+    let set: Vec<&str> = guard.iter().chain(&more).flat_map(|assignment| ["--set", assignment]).collect();
+    runs.train("whole", "16", &set);
+    for steps in ["3", "7", "8", "16"] {
+        runs.train("parts", steps, &set);
+    }
+    let whole = runs.metrics("whole");
+    assert_eq!(whole, runs.metrics("parts"));
+    assert_eq!(runs.hashes("whole", 16), runs.hashes("parts", 16));
+    let mut counts = [0, 0];
+    for line in &whole[1..] {
+        let (step, skipped) = (line["step"].as_u64().unwrap(), line.get("skipped").is_some());
+        let same = runs.hashes("whole", step - 1) == runs.hashes("whole", step);
+        assert_eq!(same, skipped, "{line}");
+        assert!(!skipped || line["skipped"].as_str().unwrap().starts_with("loss spike in step"), "{line}");
+        counts[usize::from(skipped)] += 1;
+    }
+    assert!(counts[0] > 3 && counts[1] > 1, "{counts:?} steps taken and left out");
+    assert_eq!(whole[15]["skipped_steps"], counts[1]);
+}
+
+#[test]
+fn a_second_signal_ends_the_program_at_once_and_says_so() {
+    use std::os::unix::process::ExitStatusExt;
+    let runs = Runs::new();
+    runs.train("run", "6", &[]);
+    // Steps that take far longer than the program gets.
+    let slow = ["--set", "train.global_batch_size=20000"];
+    let arguments = [&["train", "r.yaml", "--run-dir", "run"], &slow[..]].concat();
+    let mut child = runs.command(&arguments).stderr(Stdio::piped()).spawn().unwrap();
+    let log = runs.folder.path().join("run/log.jsonl");
+    let wait_for = |text: &str| {
+        let began = Instant::now();
+        while !std::fs::read_to_string(&log).unwrap_or_default().contains(text) {
+            assert!(began.elapsed() < Duration::from_secs(60), "no {text:?} in the log");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    };
+    wait_for("resumed from");
+    signal(&child, "-TERM");
+    wait_for("SIGTERM: saving after this step");
+    signal(&child, "-INT");
+    let began = Instant::now();
+    assert_eq!(child.wait().unwrap().signal(), Some(2));
+    assert!(began.elapsed() < Duration::from_secs(5));
+    let mut stderr = String::new();
+    std::io::Read::read_to_string(&mut child.stderr.take().unwrap(), &mut stderr).unwrap();
+    assert!(stderr.contains("SIGINT again: ended without saving; the newest checkpoint is complete"), "{stderr}");
+    runs.train("run", "8", &[]);
+    assert_eq!(runs.metrics("run").len(), 8);
 }
 
 #[test]

@@ -170,7 +170,9 @@ pub fn measure(recipe: &Recipe, plugins: PluginSet, ranks: Option<usize>, steps:
         }
         let (lr, weight_decay) = schedule.at_step(step);
         let clock = Instant::now();
-        let report = engine.train_step(step, &|i| loader.batch(step, i), Hyper { lr, weight_decay })?;
+        let hyper = Hyper { lr, weight_decay, update: step };
+        let report = engine.gradients(step, &|i| loader.batch(step, i), hyper)?;
+        engine.update(hyper)?;
         let taken = clock.elapsed().as_secs_f64();
         if step > 1 {
             all += report.tokens;

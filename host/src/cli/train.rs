@@ -2,9 +2,11 @@
 
 use super::args;
 use crate::failure::{Failure, Result};
-use crate::observe::{Progress, start_logging};
+use crate::observe::{FAILURE_TARGET, Progress, start_logging};
 use crate::train::{self, HookSet, Options, Resume, RunFolder, engine};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+use signal_hook::low_level::signal_name;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -27,7 +29,7 @@ pub(super) fn run(arguments: args::Train) -> Result<()> {
     start.hooks = HookSet::create(&recipe, &plugins).map_err(|failure| recipe.locate(failure))?;
     let mut engine = engine::create(&recipe, plugins, arguments.ranks.map(|n| n as usize))
         .map_err(|failure| recipe.locate(failure))?;
-    signals.loop_begins()?;
+    signals.loop_begins();
     let outcome = train::run(&recipe, engine.as_mut(), &folder, start, &options, &progress, &signals.stop);
     progress.end();
     if outcome.is_err() {
@@ -37,46 +39,50 @@ pub(super) fn run(arguments: args::Train) -> Result<()> {
     outcome.map(drop)
 }
 
-/// SIGTERM, SIGINT and SIGHUP: end the process at once while there is nothing to save; later ask the loop to stop, and
-/// end the process at once the second time.
+/// SIGTERM, SIGINT and SIGHUP: while there is nothing to save they end the process at once; later the first asks the loop to
+/// stop, which saves, and the second ends the process at once. However it ends, it says so, and a checkpoint is complete
+/// or absent.
 struct StopSignals {
     stop: Arc<AtomicBool>,
-    at_once: Arc<AtomicBool>,
-    caught: Vec<i32>,
+    begun: Arc<AtomicBool>,
 }
 
 impl StopSignals {
     fn catch() -> Result<StopSignals> {
-        let (stop, at_once) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(true)));
+        let signals = StopSignals { stop: Arc::default(), begun: Arc::default() };
         let mut caught = vec![SIGTERM, SIGINT];
         if !ignored(SIGHUP) {
             caught.push(SIGHUP);
         }
-        for &signal in &caught {
-            // They run in this order.
-            signal_hook::flag::register_conditional_default(signal, Arc::clone(&at_once))
-                .and_then(|_| signal_hook::flag::register(signal, Arc::clone(&stop)))
-                .and_then(|_| signal_hook::flag::register(signal, Arc::clone(&at_once)))
-                .map_err(|error| cannot_catch(signal, &error))?;
-        }
+        let mut coming = Signals::new(&caught).map_err(|error| cannot_catch(SIGTERM, &error))?;
         if cfg!(target_os = "linux") {
             // Caught and forgotten: the write that met the limit fails and says so.
             signal_hook::flag::register(SIGXFSZ, Arc::default()).map_err(|error| cannot_catch(SIGXFSZ, &error))?;
         }
-        Ok(StopSignals { stop, at_once, caught })
+        let (stop, begun) = (Arc::clone(&signals.stop), Arc::clone(&signals.begun));
+        std::thread::spawn(move || {
+            for signal in coming.forever() {
+                let name = signal_name(signal).unwrap_or("a signal");
+                if begun.load(Ordering::SeqCst) && !stop.swap(true, Ordering::SeqCst) {
+                    tracing::info!("{name}: saving after this step; a second signal ends the program at once");
+                    continue;
+                }
+                let line = match begun.load(Ordering::SeqCst) {
+                    true => format!("{name} again: ended without saving; the newest checkpoint is complete"),
+                    false => format!("{name}: ended before the first step"),
+                };
+                tracing::warn!(target: FAILURE_TARGET, "{line}");
+                super::say(&line);
+                // As if nobody had caught it, so that the status is that of the signal.
+                let _ = signal_hook::low_level::emulate_default_handler(signal);
+            }
+        });
+        Ok(signals)
     }
 
     /// From now on the first signal lets the loop save.
-    fn loop_begins(&self) -> Result<()> {
-        let mut signals =
-            signal_hook::iterator::Signals::new(&self.caught).map_err(|error| cannot_catch(SIGTERM, &error))?;
-        self.at_once.store(false, Ordering::Relaxed);
-        std::thread::spawn(move || {
-            if signals.forever().next().is_some() {
-                tracing::info!("a signal came: saving after this step; a second one ends the program at once");
-            }
-        });
-        Ok(())
+    fn loop_begins(&self) {
+        self.begun.store(true, Ordering::SeqCst);
     }
 }
 

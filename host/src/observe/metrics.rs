@@ -13,11 +13,14 @@ use std::path::{Path, PathBuf};
 pub struct StepMetrics {
     /// From 1.
     pub step: u64,
-    /// Cross entropy, nats per token.
+    /// Cross entropy, nats per token. Like the next two it is left out of a line where it is no number: the step was skipped.
+    #[serde(skip_serializing_if = "is_none")]
     pub lm_loss: f64,
     /// What was minimised, per token.
+    #[serde(skip_serializing_if = "is_none")]
     pub loss: f64,
     /// Global L2 norm before clipping.
+    #[serde(skip_serializing_if = "is_none")]
     pub grad_norm: f64,
     pub lr: f64,
     /// Tokens of this step.
@@ -31,6 +34,11 @@ pub struct StepMetrics {
     /// What the model reports besides, by name.
     #[serde(flatten)]
     pub more: Map<String, Value>,
+}
+
+/// Whether a number has no JSON.
+fn is_none(number: &f64) -> bool {
+    !number.is_finite()
 }
 
 impl StepMetrics {
@@ -187,6 +195,13 @@ mod tests {
         ];
         assert_eq!(line.as_object().unwrap().len(), keys.len());
         assert!(keys.iter().all(|key| line[key].is_number()));
+    }
+
+    #[test]
+    fn a_number_that_is_none_is_left_out() {
+        let line = StepMetrics { lm_loss: f64::NAN, grad_norm: f64::INFINITY, ..metrics(1) }.json();
+        assert_eq!((line.get("lm_loss"), line.get("grad_norm")), (None, None));
+        assert_eq!(line["loss"], 5.75);
     }
 
     #[test]

@@ -27,7 +27,8 @@ pub struct Finding {
 }
 
 impl Program {
-    /// As [`Program::run`], until the end, with the first finding.
+    /// As [`Program::run`], until the end, with the first finding. The arena begins the forward phase without NaN and
+    /// infinity: where kernels leave gaps, all there is must be what this replay wrote.
     pub fn run_checked<T: Element>(
         &self,
         phase: Phase,
@@ -46,13 +47,14 @@ impl Program {
         Ok(found)
     }
 
-    /// Storages somebody reads. What nobody does is scratch that holds anything.
+    /// Storages somebody reads. What nobody does is scratch, and no cause of anything.
     fn read(&self) -> BTreeSet<StorageId> {
         let steps = self.graph.steps.iter().flat_map(|step| match &step.action {
             Action::Launch { ins, .. } => ins.iter().map(|o| o.storage).collect::<Vec<_>>(),
             Action::Collective { src, .. } => vec![src.storage],
         });
-        let pinned = (0u32..).zip(&self.graph.storages).filter(|(_, storage)| storage.pinned).map(|(i, _)| StorageId(i));
+        let pinned =
+            (0u32..).zip(&self.graph.storages).filter(|(_, storage)| storage.pinned).map(|(i, _)| StorageId(i));
         steps.chain(pinned).collect()
     }
 

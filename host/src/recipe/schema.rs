@@ -146,6 +146,10 @@ pub(crate) struct Train {
     pub(crate) precision: Precision,
     pub(crate) seed: u64,
     pub(crate) log_every: u64,
+    pub(crate) on_nonfinite: OnNonfinite,
+    pub(crate) max_skipped_steps: u64,
+    pub(crate) spike_factor: Option<f64>,
+    pub(crate) spike_window: usize,
     pub(crate) eval_every: u64,
     /// `None`: all.
     pub(crate) eval_samples: Option<usize>,
@@ -161,6 +165,14 @@ pub(crate) struct Sample {
     pub(crate) tokens: usize,
     /// 0: always the likeliest token.
     pub(crate) temperature: f64,
+}
+
+/// What to do with a step whose numbers are not finite or whose loss is a spike.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum OnNonfinite {
+    Stop,
+    Skip,
 }
 
 /// Arithmetic of forward and backward; parameters and optimizer state are at least fp32.

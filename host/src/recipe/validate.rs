@@ -21,6 +21,8 @@ pub(super) fn check(recipe: &Recipe, layers: &Layers) -> Result<()> {
 const MAX_TOKENS: usize = i32::MAX as usize;
 /// Samples of a step: more than any run uses, and little enough to be listed.
 const MAX_BATCH: usize = 1 << 24;
+/// Losses that are kept, and summed in every step.
+const MAX_SPIKE_WINDOW: usize = 1 << 16;
 /// Made-up tokens are kept in memory, 4 bytes each.
 const MAX_SYNTHETIC_TOKENS: usize = 1 << 31;
 
@@ -205,6 +207,13 @@ impl Check<'_> {
         self.at_least_one("train.micro_batch_size", train.micro_batch_size as u64)?;
         self.at_least_one("train.global_batch_size", train.global_batch_size as u64)?;
         self.at_least_one("train.log_every", train.log_every)?;
+        self.at_least_one("train.max_skipped_steps", train.max_skipped_steps)?;
+        self.at_least_one("train.spike_window", train.spike_window as u64)?;
+        self.at_most("train.spike_window", train.spike_window, MAX_SPIKE_WINDOW)?;
+        let factor = train.spike_factor.unwrap_or(f64::MAX);
+        self.ensure(factor > 1.0, "train.spike_factor", || {
+            format!("`train.spike_factor` is {factor}, expected more than 1")
+        })?;
         self.at_least_one("train.eval_samples", train.eval_samples.map_or(1, |samples| samples as u64))?;
         let held_out = recipe.data.valid_fraction > 0.0 || !recipe.data.valid_paths.is_empty();
         self.ensure(train.eval_every == 0 || held_out, "train.eval_every", || {

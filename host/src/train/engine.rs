@@ -1,5 +1,7 @@
 //! From a recipe to an engine: the team of ranks that the loop drives.
 
+use super::guard::Diagnosis;
+use super::rank::Rank;
 use super::team::{ElasticSpec, Kind, Team, TeamSpec};
 use super::{Engine, Hyper, LossSums, StepReport};
 use crate::checkpoint::{CheckpointReader, ElementType, PluginEntry, Staging};
@@ -146,6 +148,10 @@ fn file_hash(path: &std::path::Path) -> String {
 /// The loop's view of a team.
 pub struct TeamEngine<T: Element> {
     pub team: Team<T>,
+    /// Name of the module in the recipe.
+    module: String,
+    /// Micro-batches of the step, with their indices.
+    batches: Arc<Vec<(usize, Arc<Batch>)>>,
     adam: AdamConfig,
     micro_batches: usize,
     seq_length: usize,
@@ -162,7 +168,10 @@ impl<T: Element> TeamEngine<T> {
             Ok(())
         })?;
         let seq_length = recipe.train.seq_length;
-        Ok(TeamEngine { team, adam: adam(recipe), micro_batches, seq_length, plugins })
+        let module = recipe.modules.iter().find(|(_, module)| module.provider == spec.provider);
+        let module = module.map(|(name, _)| name.clone()).unwrap_or_default();
+        let batches = Arc::default();
+        Ok(TeamEngine { team, module, batches, adam: adam(recipe), micro_batches, seq_length, plugins })
     }
 
     fn load_kinds(&self, reader: &mut CheckpointReader, kinds: &[Kind]) -> Result<()> {
@@ -182,6 +191,11 @@ impl<T: Element> TeamEngine<T> {
     }
 }
 
+/// A rank's micro-batches of a step.
+fn share<T: Element>(batches: &[(usize, Arc<Batch>)], rank: &Rank<T>) -> Vec<(usize, Arc<Batch>)> {
+    batches.iter().filter(|(i, _)| i % rank.model.grid.dp == rank.model.place.dp).cloned().collect()
+}
+
 /// Kinds of tensors in a checkpoint.
 const KINDS: [Kind; 4] = [Kind::Params, Kind::Buffers, Kind::ExpAvg, Kind::ExpAvgSq];
 
@@ -198,26 +212,16 @@ fn program_length(context: usize, window: usize, tp: usize) -> usize {
 const VOCAB_AXIS: &str = "vocab";
 
 impl<T: Element> Engine for TeamEngine<T> {
-    fn train_step(&mut self, step: u64, batch: &(dyn Fn(usize) -> Batch + Sync), hyper: Hyper) -> Result<StepReport> {
-        let batches: Vec<(usize, Arc<Batch>)> = (0..self.micro_batches).map(|i| (i, Arc::new(batch(i)))).collect();
-        let batches = Arc::new(batches);
-        let (adam, dp) = (self.adam, self.team.grid.dp);
+    fn gradients(&mut self, step: u64, batch: &(dyn Fn(usize) -> Batch + Sync), hyper: Hyper) -> Result<StepReport> {
+        self.batches = Arc::new((0..self.micro_batches).map(|i| (i, Arc::new(batch(i)))).collect());
+        let (adam, batches) = (self.adam, Arc::clone(&self.batches));
         let results = self.team.all(move |rank| {
-            let mine: Vec<(usize, Arc<Batch>)> =
-                batches.iter().filter(|(i, _)| i % dp == rank.model.place.dp).cloned().collect();
             for (name, value) in [("lr", hyper.lr), ("weight_decay", hyper.weight_decay), ("iteration", step as f64)] {
                 rank.step_inputs.insert(name.into(), value);
             }
-            let mut sums = rank.gradients(step, &mine)?;
-            let norm = rank.update(&adam, StepHyper { lr: hyper.lr, weight_decay: hyper.weight_decay, step })?;
-            if !norm.is_finite() && sums.nonfinite.is_none() {
-                sums.nonfinite = rank
-                    .nonfinite_parameter()
-                    .map(|name| format!("gradient of {name} on rank {}", rank.groups.world.rank()));
-            }
-            Ok((sums, norm))
+            let sums = rank.gradients(step, &share(&batches, rank))?;
+            Ok((sums, rank.grad_norm(&adam)?))
         })?;
-        let nonfinite = results.iter().find_map(|(sums, _)| sums.nonfinite.clone());
         let (sums, norm) = results[0].clone();
         let mut metrics = serde_json::Map::new();
         let aux: f64 = results.iter().flat_map(|(s, _)| s.terms.values()).sum();
@@ -238,8 +242,31 @@ impl<T: Element> Engine for TeamEngine<T> {
             objective: sums.objective,
             grad_norm: norm,
             metrics,
-            nonfinite,
         })
+    }
+
+    fn diagnose(&mut self, step: u64) -> Result<Option<Diagnosis>> {
+        let batches = Arc::clone(&self.batches);
+        let found = self.team.all(move |rank| rank.diagnose(step, &share(&batches, rank)))?;
+        if let Some(first) = found.into_iter().flatten().min_by_key(|found| found.order) {
+            return Ok(Some(Diagnosis { place: first.place(&self.module, step), value: first.finding.value }));
+        }
+        // Finite on every rank, but not their sum.
+        let sums = self.team.all(|rank| Ok(rank.nonfinite_gradient()))?;
+        Ok(sums.into_iter().flatten().next().map(|(name, value)| Diagnosis {
+            place: format!("the sum over ranks of the gradient of {}.{name}, step {step}", self.module),
+            value,
+        }))
+    }
+
+    fn update(&mut self, hyper: Hyper) -> Result<()> {
+        let (adam, Hyper { lr, weight_decay, update: step }) = (self.adam, hyper);
+        self.team
+            .all(move |rank| {
+                rank.apply(&adam, StepHyper { lr, weight_decay, step });
+                Ok(())
+            })
+            .map(drop)
     }
 
     fn save(&mut self, to: &mut Staging) -> Result<Value> {

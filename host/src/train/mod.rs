@@ -9,10 +9,14 @@
 //! begin                    earlier results aside, recipe.resolved.yaml, metrics cut to the checkpoint
 //! for step in finished + 1 ..= last
 //!                                                                                                  hook: step_begin
-//!     hyper                learning rate, weight decay of the step
-//!     train_step           for each micro-batch: batch -> forward -> loss -> backward
-//!                          gradients finalised -> norm -> clip -> optimizer -> buffers
-//!     non-finite?          last line of metrics.jsonl, exit 5, nothing saved
+//!     hyper                learning rate, weight decay, number of the update
+//!     batches              made ahead by a thread (`data.prefetch`)
+//!     gradients            for each micro-batch: forward -> loss -> backward; sums over ranks -> norm
+//!     guard                loss, norm finite? no spike (`train.spike_factor`)?
+//!         no               NaN: the step is computed again to find the operator that made it
+//!           stop           last line of metrics.jsonl, exit 5, nothing saved (`train.on_nonfinite: stop`)
+//!           skip           the update is left out; too many in a row: as stop (`train.max_skipped_steps`)
+//!         yes: update      clip -> optimizer -> buffers
 //!     held-out data        every `train.eval_every` steps and after the last one: loss without gradients
 //!     metrics              metrics.jsonl                                                           hook: step_end
 //!     progress
@@ -27,9 +31,11 @@
 //! checkpoint does not hold, so a resumed run repeats an uninterrupted one bit by bit.
 
 mod changes;
+pub mod diagnose;
 pub mod engine;
 pub mod evaluate;
 mod folder;
+pub mod guard;
 pub mod held_out;
 pub mod hooks;
 pub mod plan;
@@ -41,6 +47,8 @@ pub use evaluate::LossSums;
 pub use folder::{Resume, RunFolder};
 pub use held_out::{Evaluation, HeldOut};
 pub use hooks::HookSet;
+
+use guard::{Diagnosis, Guard, Verdict};
 
 use crate::bench::step::{Breakdown, ceilings};
 use crate::checkpoint::{CheckpointReader, Keep, Meta, PluginEntry, Saver, Staging};
@@ -59,6 +67,8 @@ use std::time::Instant;
 pub struct Hyper {
     pub lr: f64,
     pub weight_decay: f64,
+    /// Number of the update from 1: of the step, but for those left out before.
+    pub update: u64,
 }
 
 /// What a step did.
@@ -74,14 +84,17 @@ pub struct StepReport {
     pub grad_norm: f64,
     /// Further metrics by name.
     pub metrics: Map<String, Value>,
-    /// Where the first NaN or infinity was seen, e.g. `loss of micro-batch 3`.
-    pub nonfinite: Option<String>,
 }
 
 /// Computes steps and owns everything they change.
 pub trait Engine {
-    /// One optimizer step. `batch` gives a micro-batch by its index within the step over all data-parallel ranks.
-    fn train_step(&mut self, step: u64, batch: &(dyn Fn(usize) -> Batch + Sync), hyper: Hyper) -> Result<StepReport>;
+    /// Gradients of a step, final on every rank, and their norm; parameters stay as they are. `batch` gives a micro-batch
+    /// by its index within the step over all data-parallel ranks.
+    fn gradients(&mut self, step: u64, batch: &(dyn Fn(usize) -> Batch + Sync), hyper: Hyper) -> Result<StepReport>;
+    /// Where the numbers of the step just computed first stop being finite, found by computing it again.
+    fn diagnose(&mut self, step: u64) -> Result<Option<Diagnosis>>;
+    /// Changes parameters, optimizer state and buffers by the gradients just computed.
+    fn update(&mut self, hyper: Hyper) -> Result<()>;
     /// Copies all parameters, optimizer state and buffers; gives back what is no tensor.
     fn save(&mut self, to: &mut Staging) -> Result<Value>;
     /// Reads what [`Engine::save`] wrote.
@@ -184,13 +197,17 @@ pub fn run(
     let Start { loader, valid, ngram_loss, checkpoint, mut hooks } = start;
     let held_out = valid.map(|valid| HeldOut::new(valid, recipe));
     let begin = loader.begin();
+    let mut guard = Guard::new(recipe);
+    let at =
+        |failure: Failure, reader: &CheckpointReader| failure.at(format!("checkpoint {}", reader.folder().display()));
     let _run = tracing::info_span!("run", recipe = recipe.name).entered();
     if let Some(reader) = &checkpoint {
-        let at = |failure: Failure| failure.at(format!("checkpoint {}", reader.folder().display()));
         let Some(then) = reader.index().extra["recipe"].as_str() else {
-            return Err(at(Failure::data("no recipe is in index.json")));
+            return Err(at(Failure::data("no recipe is in index.json"), reader));
         };
-        if let Some(line) = changes::compare(then, recipe.resolved_yaml(), &hooks.modules()).map_err(at)? {
+        if let Some(line) =
+            changes::compare(then, recipe.resolved_yaml(), &hooks.modules()).map_err(|e| at(e, reader))?
+        {
             tracing::warn!("{line}");
         }
     }
@@ -200,6 +217,7 @@ pub fn run(
             let _load = tracing::info_span!("load").entered();
             engine.load(&mut reader)?;
             hooks.load(&reader.index().extra["hooks"])?;
+            guard.load(&reader.index().extra["guard"]).map_err(|e| at(e, &reader))?;
             let path = reader.folder().to_path_buf();
             reader.finish(|_| false)?;
             Some(path)
@@ -234,7 +252,22 @@ pub fn run(
         let clock = Instant::now();
         let step_batches = batches.next_step()?;
         let data_seconds = clock.elapsed().as_secs_f64();
-        let report = engine.train_step(step, &|i| step_batches[i].clone(), Hyper { lr, weight_decay })?;
+        let hyper = Hyper { lr, weight_decay, update: guard.update(step) };
+        let report = engine.gradients(step, &|i| step_batches[i].clone(), hyper)?;
+        let left_out = match guard.judge(step, &report, || engine.diagnose(step))? {
+            Verdict::Apply => {
+                engine.update(hyper)?;
+                None
+            }
+            Verdict::Skip(why) => {
+                tracing::warn!("step {step} is left out: {why}");
+                Some(why)
+            }
+            Verdict::Stop(why, failure) => {
+                metrics.stopped(step, &why)?;
+                return Err(failure.detail(format!("learning rate {lr:e}, gradient norm {}", report.grad_norm)));
+            }
+        };
         let seconds = clock.elapsed().as_secs_f64();
         match (options.profile, step == begin.step + 1) {
             (true, true) => engine.start_profile()?,
@@ -243,15 +276,9 @@ pub fn run(
             }
             _ => {}
         }
-        if let Some(place) = nonfinite(&report) {
-            metrics.stopped(step, &format!("nan in {place}"))?;
-            return Err(Failure::numerical(format!("step {step}: NaN or infinity in {place}"))
-                .detail(format!("learning rate {lr:e}, gradient norm {}", report.grad_norm))
-                .remedy(
-                    "resume from the newest checkpoint with a lower optimizer.lr or a longer schedule.warmup_steps",
-                ));
-        }
         let mut line = step_metrics(step, lr, (seconds, data_seconds), report);
+        line.more.extend(guard.skipped().map(|count| ("skipped_steps".into(), json!(count))));
+        line.more.extend(left_out.map(|why| ("skipped".into(), json!(why))));
         evaluation = match held_out.as_ref().filter(|held_out| held_out.due(step, last)) {
             Some(held_out) => held_out.after(engine, step, last, stop)?,
             None => None,
@@ -278,7 +305,7 @@ pub fn run(
             let valid_loss = evaluation.as_ref().map(Evaluation::loss);
             let saved = saver.save(step, |staging| {
                 let state = engine.save(staging)?;
-                Ok(Meta { valid_loss, ..meta(recipe, engine, &mut hooks, &loader, step, state)? })
+                Ok(Meta { valid_loss, ..meta(recipe, engine, &mut hooks, &guard, &loader, step, state)? })
             });
             if let Err(e) = saved.as_ref().map_err(|e| (e.cause, &e.sentence))
                 && e.0 == Cause::Numerical
@@ -292,7 +319,11 @@ pub fn run(
             saver.wait()?;
             progress.end();
             hooks.run_end()?;
-            tracing::info!("stopped by a signal after step {step}; the checkpoint is saved");
+            let saved = folder.store().path_of(step);
+            tracing::info!(
+                "stopped by a signal after step {step}; saved {}; the same command goes on from there",
+                saved.display()
+            );
             return Ok(Outcome::Stopped);
         }
     }
@@ -333,16 +364,6 @@ fn load_weights(recipe: &Recipe, engine: &mut dyn Engine) -> Result<()> {
     Ok(())
 }
 
-/// Where a report has a number that is none.
-fn nonfinite(report: &StepReport) -> Option<String> {
-    if report.nonfinite.is_some() {
-        return report.nonfinite.clone();
-    }
-    let numbers =
-        [("loss", report.loss_sum), ("minimised loss", report.objective), ("gradient norm", report.grad_norm)];
-    numbers.into_iter().find(|(_, value)| !value.is_finite()).map(|(name, _)| name.to_string())
-}
-
 fn step_metrics(step: u64, lr: f64, (seconds, data_seconds): (f64, f64), report: StepReport) -> StepMetrics {
     StepMetrics {
         step,
@@ -355,7 +376,8 @@ fn step_metrics(step: u64, lr: f64, (seconds, data_seconds): (f64, f64), report:
         step_seconds: seconds,
         data_seconds,
         memory_peak_bytes: peak_bytes(),
-        more: report.metrics,
+        // A number that is none is left out, as it has no JSON.
+        more: report.metrics.into_iter().filter(|(_, value)| !value.is_null()).collect(),
     }
 }
 
@@ -374,6 +396,7 @@ fn meta(
     recipe: &Recipe,
     engine: &dyn Engine,
     hooks: &mut HookSet,
+    guard: &Guard,
     loader: &Loader,
     step: u64,
     state: Value,
@@ -385,7 +408,13 @@ fn meta(
         consumed_samples: loader.position_after(step).samples,
         plugins: engine.plugins(),
         valid_loss: None,
-        extra: json!({"engine": state, "hooks": hooks.save()?, "data": data, "recipe": recipe.resolved_yaml()}),
+        extra: json!({
+            "engine": state,
+            "hooks": hooks.save()?,
+            "guard": guard.save(),
+            "data": data,
+            "recipe": recipe.resolved_yaml(),
+        }),
     })
 }
 

@@ -2,6 +2,7 @@
 //!
 //! A rank runs on one thread and owns its provider's instance. Everything it needs of others goes through its groups.
 
+use super::diagnose::Watch;
 use super::record::{Compiled, LOGITS_ROW, Mode, Signature, StageModel};
 use crate::comm::Group;
 use crate::data::Batch;
@@ -50,7 +51,6 @@ pub struct StepSums {
     pub metrics: BTreeMap<String, f64>,
     /// Mean over routers of the largest expert's load over the mean load.
     pub load_max_over_mean: Option<f64>,
-    pub nonfinite: Option<String>,
 }
 
 /// A router over all programs: by the buffer that its load moves, or by the path of its call if it moves none.
@@ -98,6 +98,8 @@ pub struct Rank<T> {
     pub step_inputs: BTreeMap<String, f64>,
     /// Times every step of a replay while it is there.
     pub profile: Option<Profile>,
+    /// Looks at everything that replays write while it is there.
+    pub(super) watch: Option<Watch>,
     check_purity: bool,
 }
 
@@ -136,6 +138,7 @@ impl<T: Element> Rank<T> {
             state_gradients: BTreeMap::new(),
             step_inputs: BTreeMap::new(),
             profile: None,
+            watch: None,
             check_purity,
         })
     }
@@ -212,6 +215,10 @@ impl<T: Element> Rank<T> {
         };
         grow(&mut arena.act, program.plan.act_len, "activations")?;
         grow(&mut arena.int, program.plan.int_len, "indices")?;
+        if self.watch.is_some() {
+            // What a kernel leaves as it was must not look like what it wrote.
+            arena.act.fill(T::ZERO);
+        }
         let tokens = batch.loss_mask.iter().map(|&m| f64::from(m)).sum::<f64>();
         for (name, &id) in &program.graph.inputs {
             match name.as_str() {
@@ -251,17 +258,21 @@ impl<T: Element> Rank<T> {
         }
         let mut memory = Memory { params: &self.params, grads: &mut self.grads, buffers: &self.buffers };
         let (tp, profile) = (self.groups.tp.as_ref(), self.profile.as_mut());
-        program.run_profiled(Phase::Forward, &mut arena, &mut memory, tp, profile)?;
+        match &mut self.watch {
+            None => program.run_profiled(Phase::Forward, &mut arena, &mut memory, tp, profile)?,
+            Some(watch) => {
+                watch.note(info.micro_batch, program.run_checked(Phase::Forward, &mut arena, &mut memory, tp)?);
+            }
+        }
         if let Some((id, _)) = compiled.sent {
             self.groups.pp.send(self.groups.pp.rank() + 1, program.get(&arena, id))?;
         }
         Ok(Live { signature, arena })
     }
 
-    /// Adds a finished forward's numbers to the sums; says whether its losses are finite.
-    fn collect(&mut self, live: &Live<T>, batch: &Batch, tokens_of_step: f64, sums: &mut StepSums) -> bool {
-        let Some(Compiled { program, loss, .. }) = self.programs.get(&live.signature) else { return true };
-        let mut finite = true;
+    /// Adds a finished forward's numbers to the sums.
+    fn collect(&mut self, live: &Live<T>, batch: &Batch, tokens_of_step: f64, sums: &mut StepSums) {
+        let Some(Compiled { program, loss, .. }) = self.programs.get(&live.signature) else { return };
         let one = |id| program.get(&live.arena, id)[0].to_f64();
         let first_tp = self.model.place.tp == 0;
         let tokens = batch.loss_mask.iter().map(|&m| f64::from(m)).sum::<f64>();
@@ -275,7 +286,6 @@ impl<T: Element> Rank<T> {
         for term in &program.graph.losses {
             let weight = if Some(term.value) == *loss { 1.0 } else { tokens } / tokens_of_step;
             let value = one(term.value) * weight;
-            finite &= value.is_finite();
             if first_tp {
                 sums.objective += value;
                 if Some(term.value) != *loss {
@@ -301,10 +311,9 @@ impl<T: Element> Rank<T> {
             }
             router.sums.iter_mut().zip(counts).for_each(|(sum, &n)| *sum += f64::from(n));
         }
-        finite
     }
 
-    fn backward(&mut self, live: &mut Live<T>) -> Result<()> {
+    fn backward(&mut self, index: usize, live: &mut Live<T>) -> Result<()> {
         let Some(compiled) = self.programs.get(&live.signature) else { return Ok(()) };
         let Compiled { program, received, sent, state_grads, .. } = compiled;
         if let Some((_, Some(grad))) = *sent {
@@ -312,7 +321,12 @@ impl<T: Element> Rank<T> {
         }
         let mut memory = Memory { params: &self.params, grads: &mut self.grads, buffers: &self.buffers };
         let (tp, profile) = (self.groups.tp.as_ref(), self.profile.as_mut());
-        program.run_profiled(Phase::Backward, &mut live.arena, &mut memory, tp, profile)?;
+        match &mut self.watch {
+            None => program.run_profiled(Phase::Backward, &mut live.arena, &mut memory, tp, profile)?,
+            Some(watch) => {
+                watch.note(index as u64, program.run_checked(Phase::Backward, &mut live.arena, &mut memory, tp)?);
+            }
+        }
         if let Some((_, Some(grad))) = *received {
             self.groups.pp.send(self.groups.pp.rank() - 1, program.get(&live.arena, grad))?;
         }
@@ -352,18 +366,15 @@ impl<T: Element> Rank<T> {
                     let (index, batch) = &batches[i];
                     let _span = self.span(*index, "forward");
                     let info = info(step, *index, batch, true);
-                    let mut micro_batch = self.forward(Mode::Train, batch, &info, tokens)?;
-                    let finite = self.collect(&micro_batch, batch, tokens, &mut sums);
-                    if !finite && sums.nonfinite.is_none() {
-                        sums.nonfinite = Some(self.first_nonfinite(*index, &mut micro_batch)?);
-                    }
+                    let micro_batch = self.forward(Mode::Train, batch, &info, tokens)?;
+                    self.collect(&micro_batch, batch, tokens, &mut sums);
                     live.push_back(micro_batch);
                 }
                 // Micro-batches come back in the order they went.
                 Turn::Backward(i) => {
                     if let Some(mut micro_batch) = live.pop_front() {
                         let _span = self.span(batches[i].0, "backward");
-                        self.backward(&mut micro_batch)?;
+                        self.backward(batches[i].0, &mut micro_batch)?;
                         self.give_back(micro_batch);
                     }
                 }
@@ -378,16 +389,6 @@ impl<T: Element> Rank<T> {
             self.groups.dp.all_reduce_f64(&mut load.sums)?;
         }
         self.reduce(sums)
-    }
-
-    /// Where a micro-batch's numbers first stop being finite. Every tp rank sees the same loss, so all of them come here.
-    fn first_nonfinite(&mut self, index: usize, live: &mut Live<T>) -> Result<String> {
-        let rank = self.groups.world.rank();
-        let whole = format!("loss of micro-batch {index} on rank {rank}");
-        let Some(compiled) = self.programs.get(&live.signature) else { return Ok(whole) };
-        let mut memory = Memory { params: &self.params, grads: &mut self.grads, buffers: &self.buffers };
-        let place = compiled.program.first_nonfinite(&mut live.arena, &mut memory, self.groups.tp.as_ref())?;
-        Ok(place.map_or(whole, |place| format!("output of {place}, micro-batch {index}, rank {rank}")))
     }
 
     /// Sums reports over ranks: the terms of every stage, once per tp group.
@@ -462,11 +463,11 @@ impl<T: Element> Rank<T> {
         }
     }
 
-    /// The first parameter whose gradient is not finite.
-    pub fn nonfinite_parameter(&self) -> Option<String> {
+    /// The first parameter whose gradient is not finite, and the first such number in it.
+    pub fn nonfinite_gradient(&self) -> Option<(String, f64)> {
         self.model.table.params.iter().map(|entry| &entry.stored).find_map(|stored| {
             let grad = &self.grads[stored.offset..][..stored.len];
-            grad.iter().any(|x| !x.is_finite()).then(|| stored.name.clone())
+            grad.iter().find(|x| !x.is_finite()).map(|x| (stored.name.clone(), x.to_f64()))
         })
     }
 }

@@ -8,6 +8,8 @@ use std::path::Path;
 /// One weight per token; a step moves the weights of the tokens it sees, so that order, data and learning rate show.
 struct Counter {
     weights: Vec<f64>,
+    /// What the weights become if the step is taken.
+    next: Vec<f64>,
     micro_batches: usize,
     nan_at: Option<u64>,
     /// Sets the flag in this step, as a signal would.
@@ -16,24 +18,35 @@ struct Counter {
 }
 
 impl Engine for Counter {
-    fn train_step(&mut self, step: u64, batch: &(dyn Fn(usize) -> Batch + Sync), hyper: Hyper) -> Result<StepReport> {
+    fn gradients(&mut self, step: u64, batch: &(dyn Fn(usize) -> Batch + Sync), hyper: Hyper) -> Result<StepReport> {
         let mut report = StepReport::default();
+        self.next = self.weights.clone();
         for micro_batch in 0..self.micro_batches {
             let batch = batch(micro_batch);
             for (&token, &label) in batch.tokens.iter().zip(&batch.labels) {
-                let weight = &mut self.weights[token as usize];
+                let weight = &mut self.next[token as usize];
                 *weight += hyper.lr * (f64::from(label) - *weight * 0.3 - hyper.weight_decay);
                 report.loss_sum += *weight;
                 report.tokens += 1;
             }
         }
         report.objective = report.loss_sum / report.tokens as f64;
-        report.grad_norm = 1.0;
-        report.nonfinite = (self.nan_at == Some(step)).then(|| "gradient of decoder.w".to_string());
+        report.grad_norm = if self.nan_at == Some(step) { f64::NAN } else { 1.0 };
         if self.stop_at == Some(step) {
             self.stop.store(true, Ordering::Relaxed);
         }
         Ok(report)
+    }
+
+    fn diagnose(&mut self, step: u64) -> Result<Option<Diagnosis>> {
+        Ok(Some(Diagnosis { place: format!("the gradient of decoder.w, step {step}"), value: f64::NAN }))
+    }
+
+    /// The number of the update shows too.
+    fn update(&mut self, hyper: Hyper) -> Result<()> {
+        self.weights.clone_from(&self.next);
+        self.weights[256] += hyper.lr * hyper.update as f64;
+        Ok(())
     }
 
     fn save(&mut self, to: &mut Staging) -> Result<Value> {
@@ -118,7 +131,7 @@ fn train_recipe(
         Ok(start) => start,
         Err(failure) => return (Err(failure), Vec::new()),
     };
-    let mut engine = Counter { weights: vec![0.0; 257], micro_batches: 2, nan_at, stop_at, stop };
+    let mut engine = Counter { weights: vec![0.0; 257], next: Vec::new(), micro_batches: 2, nan_at, stop_at, stop };
     let outcome = run(recipe, &mut engine, &folder, start, &options, &Progress::new(), stop);
     (outcome, engine.weights)
 }
@@ -163,12 +176,67 @@ fn finished_run_has_nothing_to_do() {
 fn nan_ends_the_run_with_a_last_line_and_no_checkpoint() {
     let root = tempfile::tempdir().unwrap();
     let failure = train(root.path(), Options::default(), Some(6), None).0.unwrap_err();
-    assert_eq!(failure.sentence, "step 6: NaN or infinity in gradient of decoder.w");
+    assert_eq!(failure.sentence, "NaN or infinity in the gradient of decoder.w, step 6");
     assert_eq!(failure.exit_status(), 5);
     let text = std::fs::read_to_string(root.path().join("metrics.jsonl")).unwrap();
     let last: Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();
-    assert_eq!(last, json!({"step": 6, "stopped": "nan in gradient of decoder.w"}));
+    assert_eq!(last, json!({"step": 6, "stopped": "nan in the gradient of decoder.w, step 6"}));
     assert_eq!(std::fs::read_to_string(root.path().join("checkpoints/latest")).unwrap(), "step-00000003\n");
+}
+
+/// Lines of the metrics.
+fn lines(root: &Path) -> Vec<Value> {
+    let text = std::fs::read_to_string(root.join("metrics.jsonl")).unwrap();
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+#[test]
+fn a_step_left_out_changes_nothing_and_is_counted() {
+    let skip = recipe(&["train.on_nonfinite=skip"]);
+    let (whole, parts) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let (outcome, weights) = train_recipe(&skip, whole.path(), Options::default(), Some(5), None);
+    assert_eq!(outcome, Ok(Outcome::Finished));
+    let line = &lines(whole.path())[4];
+    assert_eq!(line["skipped"], "nan in the gradient of decoder.w, step 5");
+    assert!(line.get("grad_norm").is_none() && line["lm_loss"].is_number(), "{line}");
+    let counts: Vec<u64> = lines(whole.path()).iter().map(|line| line["skipped_steps"].as_u64().unwrap()).collect();
+    assert_eq!(counts, [0, 0, 0, 0, 1, 1, 1, 1, 1, 1]);
+    // Saved right after the step that was left out, and gone on from there.
+    let five = Options { last_step: Some(5), ..Default::default() };
+    let four = Options { last_step: Some(4), ..Default::default() };
+    let before = train_recipe(&skip, parts.path(), four, Some(5), None).1;
+    assert_eq!(train_recipe(&skip, parts.path(), five, Some(5), None).1, before);
+    assert_eq!(train_recipe(&skip, parts.path(), Options::default(), None, None).1, weights);
+    assert_eq!(losses(parts.path()), losses(whole.path()));
+    assert_eq!(lines(parts.path()).last().unwrap()["skipped_steps"], 1);
+}
+
+#[test]
+fn the_loss_a_spike_is_measured_against_survives_a_restart() {
+    // The loss of this engine rises at every step: with a window of 3 most steps are spikes.
+    let set =
+        ["train.on_nonfinite=skip", "train.spike_factor=1.3", "train.spike_window=3", "train.max_skipped_steps=3"];
+    let guarded = recipe(&set);
+    let (whole, parts) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let (outcome, weights) = train_recipe(&guarded, whole.path(), Options::default(), None, None);
+    let skipped = |root: &Path| -> Vec<u64> {
+        let lines = lines(root);
+        lines.iter().filter(|l| l.get("skipped").is_some()).map(|l| l["step"].as_u64().unwrap()).collect()
+    };
+    let all = skipped(whole.path());
+    assert!(!all.is_empty() && all[0] > 3, "{all:?}");
+    for last in 1..=10 {
+        let limit = Options { last_step: Some(last), ..Default::default() };
+        let (part, _) = train_recipe(&guarded, parts.path(), limit, None, None);
+        if part.is_err() {
+            break;
+        }
+    }
+    assert_eq!(skipped(parts.path()), all);
+    assert_eq!(lines(parts.path()).last().unwrap()["step"], lines(whole.path()).last().unwrap()["step"]);
+    if outcome.is_ok() {
+        assert_eq!(train_recipe(&guarded, parts.path(), Options::default(), None, None).1, weights);
+    }
 }
 
 #[test]
@@ -427,7 +495,8 @@ fn a_save_that_cannot_be_written_ends_the_run_and_leaves_the_one_before() {
         let start = start(&recipe, &folder, &Options::default()).unwrap();
         std::fs::write(&blocker, "a file").unwrap();
         let stop: &'static AtomicBool = Box::leak(Box::default());
-        let mut engine = Counter { weights: vec![0.0; 257], micro_batches: 2, nan_at: None, stop_at: None, stop };
+        let mut engine =
+            Counter { weights: vec![0.0; 257], next: Vec::new(), micro_batches: 2, nan_at: None, stop_at: None, stop };
         let progress = Progress::new();
         let failure = run(&recipe, &mut engine, &folder, start, &Options::default(), &progress, stop).unwrap_err();
         assert!(failure.sentence.starts_with(&format!("step 6: cannot write {}", blocker.display())), "{failure}");
