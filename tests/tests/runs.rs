@@ -18,7 +18,7 @@ fn stopped_and_killed_runs_go_on_bit_by_bit() {
     signal(&child, "-TERM");
     assert_eq!(child.wait().unwrap().code(), Some(0));
     let stopped = runs.metrics("parts").len();
-    let log = std::fs::read_to_string(runs.folder.path().join("parts/log.jsonl")).unwrap();
+    let log = std::fs::read_to_string(runs.path().join("parts/log.jsonl")).unwrap();
     let words = format!("step-{stopped:08}; the same command goes on from there");
     assert!(log.contains(&words), "no {words:?} in the log");
     assert_eq!(runs.latest("parts"), format!("step-{stopped:08}"));
@@ -131,7 +131,7 @@ fn nan_ends_a_run_with_status_5_and_says_where() {
     assert!(stopped.starts_with("nan in ") && stopped.contains("lm.decoder.layers."), "{last}");
     assert!(stderr.contains(&format!("NaN or infinity in {}", &stopped["nan in ".len()..])), "{stderr}");
     assert!(stderr.contains("the first such number is "), "{stderr}");
-    assert!(!runs.folder.path().join("wild/checkpoints/latest").exists());
+    assert!(!runs.path().join("wild/checkpoints/latest").exists());
     // What is broken for good stays broken: the steps allowed are left out, then the run ends.
     let skip = ["--set", "train.on_nonfinite=skip", "--set", "train.max_skipped_steps=2"];
     let output = runs.gantry(&[&["train", "r.yaml", "--run-dir", "skips"], &wild[..], &skip[..]].concat());
@@ -184,7 +184,7 @@ fn a_second_signal_ends_the_program_at_once_and_says_so() {
     let slow = ["--set", "train.global_batch_size=20000"];
     let arguments = [&["train", "r.yaml", "--run-dir", "run"], &slow[..]].concat();
     let mut child = runs.command(&arguments).stderr(Stdio::piped()).spawn().unwrap();
-    let log = runs.folder.path().join("run/log.jsonl");
+    let log = runs.path().join("run/log.jsonl");
     let wait_for = |text: &str| {
         let began = Instant::now();
         while !std::fs::read_to_string(&log).unwrap_or_default().contains(text) {
