@@ -7,6 +7,7 @@ pub mod comm;
 pub mod data;
 pub mod error;
 pub mod failure;
+pub mod infer;
 pub mod mesh;
 pub mod model;
 pub mod observe;

@@ -19,6 +19,10 @@ pub(super) enum Command {
     Train(Train),
     /// Shows who holds what: parameters, memory and FLOPs per rank. Allocates nothing, needs no GPU.
     Plan(Plan),
+    /// Gives a trained model's loss on held-out data.
+    Eval(Eval),
+    /// Writes text with a trained model, as it comes.
+    Generate(Generate),
     /// Describes a plugin: providers, configuration, parameters, axes. A crashing plugin is reported.
     Inspect(Inspect),
     /// Measures operators, or a recipe's steps, against the machine's fastest matrix product and copy.
@@ -72,6 +76,58 @@ pub(super) struct Plan {
 }
 
 #[derive(Debug, Args)]
+pub(super) struct Eval {
+    #[command(flatten)]
+    pub recipe: RecipeArguments,
+    /// Checkpoint folder, or a run folder: its newest.
+    #[arg(long, value_name = "DIR")]
+    pub checkpoint: PathBuf,
+    /// Text to evaluate on instead of what the recipe holds out: a file, a folder or a glob.
+    #[arg(long, value_name = "PATH")]
+    pub data: Option<PathBuf>,
+    /// Prints JSON.
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(super) struct Generate {
+    /// Checkpoint folder, or a run folder: its newest.
+    #[arg(long, value_name = "DIR")]
+    pub checkpoint: PathBuf,
+    /// What the text begins with; - reads it from standard input; empty: the beginning of a document.
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
+    pub prompt: String,
+    /// Most tokens to write.
+    #[arg(long, value_name = "N", default_value_t = 200)]
+    pub tokens: usize,
+    /// 0: always the likeliest token; 1: as likely as the model says.
+    #[arg(long, value_name = "T", default_value_t = 0.8, value_parser = at_least_zero)]
+    pub temperature: f64,
+    /// Chooses among the K likeliest tokens only.
+    #[arg(long, value_name = "K", value_parser = clap::value_parser!(u32).range(1..))]
+    pub top_k: Option<u32>,
+    /// Chooses among the likeliest tokens that reach probability P together.
+    #[arg(long, value_name = "P", default_value_t = 1.0, value_parser = probability)]
+    pub top_p: f64,
+    /// The same seed gives the same text.
+    #[arg(long, value_name = "S", default_value_t = 0)]
+    pub seed: u64,
+    /// Ends the text before this; may be given several times.
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
+    pub stop: Vec<String>,
+}
+
+fn at_least_zero(text: &str) -> Result<f64, String> {
+    let number = text.parse::<f64>().ok().filter(|number| number.is_finite() && *number >= 0.0);
+    number.ok_or_else(|| "expected a number from 0".into())
+}
+
+fn probability(text: &str) -> Result<f64, String> {
+    at_least_zero(text).ok().filter(|&p| p <= 1.0).ok_or_else(|| "expected a number from 0 to 1".into())
+}
+
+#[derive(Debug, Args)]
 pub(super) struct Inspect {
     /// Plugin file, or the name of a plugin to look for.
     pub plugin: String,
@@ -116,6 +172,17 @@ pub(super) struct Doctor {
 }
 
 impl RecipeArguments {
+    /// The recipe's file.
+    pub fn file(&self) -> &std::path::Path {
+        &self.recipe
+    }
+
+    /// With values that win over those of `--set`.
+    pub fn and_set(mut self, assignments: impl IntoIterator<Item = String>) -> RecipeArguments {
+        self.set.extend(assignments);
+        self
+    }
+
     /// Loads the recipe; `run_dir` overrides its run folder.
     pub fn load(self, run_dir: Option<PathBuf>) -> Result<Recipe> {
         recipe(&self.recipe, self.set, run_dir)
@@ -151,6 +218,13 @@ mod tests {
     #[case(&["gantry", "train", "r.yaml", "--steps", "0"])]
     #[case(&["gantry", "train", "r.yaml", "--ranks", "many"])]
     #[case(&["gantry", "plan", "r.yaml", "--steps", "3"])]
+    #[case(&["gantry", "eval", "r.yaml"])]
+    #[case(&["gantry", "eval", "--checkpoint", "c"])]
+    #[case(&["gantry", "generate", "--checkpoint", "c"])]
+    #[case(&["gantry", "generate", "--checkpoint", "c", "--prompt", "a", "--top-k", "0"])]
+    #[case(&["gantry", "generate", "--checkpoint", "c", "--prompt", "a", "--top-p", "1.5"])]
+    #[case(&["gantry", "generate", "--checkpoint", "c", "--prompt", "a", "--temperature", "-1"])]
+    #[case(&["gantry", "generate", "--checkpoint", "c", "--prompt", "a", "--temperature", "NaN"])]
     fn wrong_arguments_have_status_2(#[case] arguments: &[&str]) {
         assert_eq!(Arguments::try_parse_from(arguments).unwrap_err().exit_code(), 2);
     }

@@ -7,8 +7,12 @@
 mod args;
 mod bench;
 mod doctor;
+mod eval;
+mod generate;
 mod inspect;
+mod model;
 mod plan;
+mod summary;
 mod train;
 
 use crate::failure::{Failure, Result};
@@ -44,6 +48,8 @@ fn run(arguments: Arguments) -> Result<()> {
     match arguments.command {
         Command::Train(arguments) => train::run(arguments),
         Command::Plan(arguments) => plan::run(arguments),
+        Command::Eval(arguments) => eval::run(arguments),
+        Command::Generate(arguments) => generate::run(arguments),
         Command::Inspect(arguments) => inspect::run(arguments),
         Command::Bench(arguments) => bench::run(arguments),
         Command::Doctor(arguments) => doctor::run(arguments),

@@ -1,9 +1,9 @@
 //! `gantry train`.
 
-use super::args;
+use super::{args, summary};
 use crate::failure::{Failure, Result};
 use crate::observe::{FAILURE_TARGET, Progress, start_logging};
-use crate::train::{self, HookSet, Options, Resume, RunFolder, engine};
+use crate::train::{self, HookSet, Options, Outcome, Resume, RunFolder, engine};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use signal_hook::low_level::signal_name;
@@ -32,11 +32,18 @@ pub(super) fn run(arguments: args::Train) -> Result<()> {
     signals.loop_begins();
     let outcome = train::run(&recipe, engine.as_mut(), &folder, start, &options, &progress, &signals.stop);
     progress.end();
+    let outcome = outcome.and_then(|outcome| {
+        if outcome == Outcome::Finished {
+            summary::sample(&recipe, engine.as_mut(), &signals.stop)?;
+            summary::next(&recipe);
+        }
+        Ok(())
+    });
     if outcome.is_err() {
         // Dropping the engine waits for its ranks; one that hangs must not keep the program from ending.
         std::mem::forget(engine);
     }
-    outcome.map(drop)
+    outcome
 }
 
 /// SIGTERM, SIGINT and SIGHUP: while there is nothing to save they end the process at once; later the first asks the loop to

@@ -28,7 +28,7 @@ const WEIGHTY: [&str; 6] =
 
 /// Compares recipes (resolved YAML), then and now. Gives the line to warn with, if any; refuses a changed
 /// configuration of a module, unless it is one of `hooks`, which are no part of the model.
-pub(super) fn compare(then: &str, now: &str, hooks: &[&str]) -> Result<Option<String>> {
+pub(crate) fn compare(then: &str, now: &str, hooks: &[&str]) -> Result<Option<String>> {
     let [then, now] = [leaves(then)?, leaves(now)?];
     let (mut model, mut weighty, mut other) = (Vec::new(), Vec::new(), Vec::new());
     for key in then.keys().chain(now.keys()).collect::<BTreeSet<_>>() {

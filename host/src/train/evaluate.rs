@@ -35,6 +35,8 @@ impl<T: Element> Rank<T> {
     /// Loss of this rank's micro-batches, (index over all dp ranks, batch), summed over all ranks.
     pub fn evaluate(&mut self, step: u64, batches: &[(usize, Arc<Batch>)]) -> Result<LossSums> {
         let mut sums = LossSums::default();
+        // A profile tells of steps.
+        let profile = self.profile.take();
         for (index, batch) in batches {
             let live = self.forward(Mode::Loss, batch, &info(step, *index, batch, false), 1.0)?;
             let compiled = self.programs.get(&live.signature);
@@ -46,6 +48,7 @@ impl<T: Element> Rank<T> {
             }
             self.give_back(live);
         }
+        self.profile = profile;
         let mut numbers = [sums.loss_sum, sums.tokens];
         self.groups.world.all_reduce_f64(&mut numbers)?;
         Ok(LossSums { loss_sum: numbers[0], tokens: numbers[1] })

@@ -30,7 +30,7 @@
 //! The loop knows steps, files and signals; what a step computes is the [`Engine`]'s. It keeps no state that a
 //! checkpoint does not hold, so a resumed run repeats an uninterrupted one bit by bit.
 
-mod changes;
+pub(crate) mod changes;
 pub mod diagnose;
 pub mod engine;
 pub mod evaluate;
@@ -343,7 +343,7 @@ pub fn run(
     Ok(Outcome::Finished)
 }
 
-fn check_vocab(model: Option<usize>, corpus: &Corpus) -> Result<()> {
+pub(crate) fn check_vocab(model: Option<usize>, corpus: &Corpus) -> Result<()> {
     match model {
         Some(size) if size < corpus.vocab() => {
             Err(Failure::recipe(format!("the model's vocabulary has {size} tokens, the data has {}", corpus.vocab()))

@@ -1,0 +1,80 @@
+//! `gantry eval`: a trained model's loss on held-out data.
+
+use super::{args, model, print};
+use crate::data::{Split, Valid};
+use crate::failure::{Failure, Result};
+use crate::train::{HeldOut, check_vocab};
+use serde_json::{Value, json};
+use std::fmt::Write;
+use std::sync::atomic::AtomicBool;
+use std::time::Instant;
+
+pub(super) fn run(arguments: args::Eval) -> Result<()> {
+    let file = arguments.recipe.file().to_path_buf();
+    let recipe = match &arguments.data {
+        None => arguments.recipe,
+        Some(path) => arguments.recipe.and_set(only(path)?),
+    };
+    let recipe = recipe.load(None)?;
+    let Split { train, valid, .. } = Split::open(&recipe)?;
+    let corpus = match &arguments.data {
+        Some(_) => train,
+        None => valid.ok_or_else(|| {
+            Failure::recipe(format!("{}: the recipe holds no data out", file.display()))
+                .remedy("give --data PATH, or set data.valid_fraction or data.valid_paths")
+        })?,
+    };
+    let mut model = model::load(&recipe, model::open(&arguments.checkpoint)?)?;
+    check_vocab(model.engine.vocab(), &corpus)?;
+    let held_out = HeldOut::new(Valid::new(corpus, &recipe), &recipe);
+    let clock = Instant::now();
+    let never = AtomicBool::new(false);
+    let evaluation = held_out.pass(model.engine.as_mut(), model.step, usize::MAX, &never)?;
+    let seconds = clock.elapsed().as_secs_f64();
+    let Some(evaluation) = evaluation else { return Ok(()) };
+    if !evaluation.loss_sum.is_finite() {
+        return Err(Failure::numerical(format!(
+            "the loss of {} is NaN or infinite on this data",
+            model.checkpoint.display()
+        )));
+    }
+    let summary = held_out.valid().corpus().summary();
+    if arguments.json {
+        let report = json!({
+            "checkpoint": model.checkpoint.display().to_string(),
+            "step": model.step,
+            "documents": summary.documents,
+            "tokens": evaluation.tokens,
+            "bytes": evaluation.bytes,
+            "data_sha256": summary.sha256,
+            "loss": evaluation.loss(),
+            "perplexity": evaluation.perplexity(),
+            "loss_per_byte": evaluation.loss_per_byte(),
+            "bits_per_byte": evaluation.bits_per_byte(),
+            "seconds": seconds,
+            "tokens_per_second": evaluation.tokens as f64 / seconds.max(f64::MIN_POSITIVE),
+        });
+        return print(&format!("{report:#}\n"));
+    }
+    let mut text = String::new();
+    // Writing to a String cannot fail.
+    let _ = writeln!(text, "checkpoint  {} (step {})", model.checkpoint.display(), model.step);
+    let _ = writeln!(text, "data        {summary}");
+    let _ = writeln!(text, "loss        {:.4} nats per token", evaluation.loss());
+    if let (Some(nats), Some(bits)) = (evaluation.loss_per_byte(), evaluation.bits_per_byte()) {
+        let _ = writeln!(text, "            {nats:.4} nats per byte, {bits:.4} bits per byte");
+    }
+    let _ = writeln!(text, "perplexity  {:.4} per token", evaluation.perplexity());
+    let _ = writeln!(text, "speed       {:.0} tokens/s", evaluation.tokens as f64 / seconds.max(f64::MIN_POSITIVE));
+    print(&text)
+}
+
+/// What makes `path` all there is of data.
+fn only(path: &std::path::Path) -> Result<Vec<String>> {
+    let path = path.to_str().ok_or_else(|| Failure::recipe(format!("--data {}: not UTF-8", path.display())))?;
+    // JSON is YAML: quoted, a name is text whatever it looks like.
+    let paths = format!("data.paths=[{}]", Value::from(path));
+    let others = ["data.synthetic=null", "data.valid_fraction=0", "data.valid_paths=[]", "data.ngram_order=0"];
+    let rest = ["data.tracked_only=false", "data.exclude=[]", "train.eval_every=0"];
+    Ok(others.into_iter().chain(rest).map(str::to_string).chain([paths]).collect())
+}
