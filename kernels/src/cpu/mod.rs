@@ -24,6 +24,7 @@ pub mod mask_mul;
 pub mod moe_permute;
 pub mod moe_route;
 pub mod optimizer;
+pub mod product;
 pub mod reduce;
 pub mod rms_norm;
 pub mod rope;

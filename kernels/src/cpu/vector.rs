@@ -13,6 +13,8 @@ pub trait Lanes: Copy + Send + Sync {
     type V: Copy;
     /// Elements of a vector.
     const N: usize;
+    /// Whether there are 32 registers rather than 16.
+    const MANY_REGISTERS: bool;
 
     fn splat(self, x: Self::T) -> Self::V;
     /// The first N elements of `x`.
@@ -125,6 +127,7 @@ macro_rules! shared {
         type T = $t;
         type V = S::$v;
         const N: usize = S::$n;
+        const MANY_REGISTERS: bool = S::REGISTER_COUNT >= 32;
 
         #[inline(always)]
         fn splat(self, x: $t) -> S::$v {

@@ -7,18 +7,21 @@
 //! nothing of size T x T is kept: the forward saves lse [T, Hq], the backward computes p again:
 //! dv_j = sum_i p_ij do_i, ds_ij = p_ij (do_i v_j - delta_i) with delta_i = do_i o_i, dq = scale ds k, dk = scale ds^T q.
 //!
-//! Parallel over blocks of 64 tokens. A block's task writes all gradients of its own rows: dq as the queries, then
-//! dk and dv as the keys; the scores are computed twice, no two tasks share an output, and nothing needs an order.
+//! Forward is parallel over blocks of 64 tokens. Backward is parallel over sequences where none of them has more than a
+//! quarter of the work. Otherwise it is over blocks too, whose tasks write all gradients of their own rows: dq as the
+//! queries, then dk and dv as the keys. The scores are then computed twice, no two tasks share an output, and nothing
+//! needs an order.
 
 mod backward;
 #[cfg(test)]
 mod tests;
 mod tile;
 
+use crate::cpu::vector::{Lanes, WithLanes, each_vector};
 use crate::kernel::{Args, Cost};
 use crate::real::Real;
 use rayon::prelude::*;
-use tile::{Left, MAX_HEAD_DIM, TILE, product, transpose};
+use tile::{Left, MAX_HEAD_DIM, TILE, parts, product, transpose};
 
 /// Sizes and layout shared by forward and backward.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -176,21 +179,14 @@ impl<T: Real> QueryTile<'_, T> {
         while key < range.end {
             let n = TILE.min(range.end - key);
             transpose(&self.qkv[key * s.ld + s.k_off + self.group * d..], s.ld, n, d, keys);
+            let [scored, weighted, _] = parts(s.causal, self.first, key);
             for h in heads() {
-                let queries = Left { data: &self.qkv[self.first * s.ld + s.q_off + h * d..], row: s.ld, col: 1 };
-                scores[..self.rows * TILE].fill(T::ZERO);
-                product((self.rows, n, d), queries, keys, TILE, &mut scores, TILE);
-                for (i, row) in scores.chunks_exact_mut(TILE).enumerate().take(self.rows) {
-                    let visible = if s.causal { (self.first + i + 1).saturating_sub(key).min(n) } else { n };
-                    let at = i * s.q_heads + h;
-                    let rescale = online_softmax(row, visible, T::of(s.scale), &mut lse[at], &mut sums[at]);
-                    if rescale != T::ONE {
-                        o[i * s.ld_o + h * d..][..d].iter_mut().for_each(|x| *x *= rescale);
-                    }
-                }
+                let queries = Left::rows(&self.qkv[self.first * s.ld + s.q_off + h * d..], s.ld);
+                product((self.rows, n, d), scored, queries, keys, TILE, false, &mut scores, TILE);
+                T::vectors(Softmax { tile: self, h, key, n, scores: &mut scores, o, lse, sums });
                 let values = &self.qkv[key * s.ld + s.v_off + self.group * d..];
-                let weights = Left { data: &scores, row: TILE, col: 1 };
-                product((self.rows, d, n), weights, values, s.ld, &mut o[h * d..], s.ld_o);
+                let weights = Left::rows(&scores, TILE);
+                product((self.rows, d, n), weighted, weights, values, s.ld, true, &mut o[h * d..], s.ld_o);
             }
             key += n;
         }
@@ -205,38 +201,62 @@ impl<T: Real> QueryTile<'_, T> {
     }
 }
 
-/// Turns the first `visible` raw scores of a row into exp(scale x - maximum), the rest into zero; updates the row's
-/// running maximum and sum, and returns the factor for what was summed under the old maximum.
-fn online_softmax<T: Real>(row: &mut [T], visible: usize, scale: T, maximum: &mut T, sum: &mut T) -> T {
-    if visible == 0 {
-        row.fill(T::ZERO);
-        return T::ONE;
+/// Turns the raw scores of head `h` and keys `key..key + n` into exp(scale x - maximum), hidden ones into zero; updates
+/// each row's running maximum and sum, and multiplies what was summed under an older maximum.
+struct Softmax<'a, T> {
+    tile: &'a QueryTile<'a, T>,
+    h: usize,
+    key: usize,
+    n: usize,
+    scores: &'a mut [T],
+    o: &'a mut [T],
+    lse: &'a mut [T],
+    sums: &'a mut [T],
+}
+
+impl<T: Real> WithLanes<T> for Softmax<'_, T> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<L: Lanes<T = T>>(self, l: L) {
+        let (tile, s) = (self.tile, self.tile.shape);
+        let scale = l.splat(T::of(s.scale));
+        for (i, row) in self.scores.chunks_exact_mut(TILE).enumerate().take(tile.rows) {
+            let visible = if s.causal { (tile.first + i + 1).saturating_sub(self.key).min(self.n) } else { self.n };
+            // Whole vectors, whose last elements count nothing.
+            let used = visible.next_multiple_of(L::N);
+            row[visible..used].fill(T::NEG_INFINITY);
+            row[used..].fill(T::ZERO);
+            if visible == 0 {
+                continue;
+            }
+            let at = i * s.q_heads + self.h;
+            let (maximum, sum) = (&mut self.lse[at], &mut self.sums[at]);
+            let mut most = l.splat(*maximum);
+            for x in row[..used].chunks_exact_mut(L::N) {
+                let scaled = l.mul(l.load(x), scale);
+                most = l.max(most, scaled);
+                l.store(scaled, x);
+            }
+            let largest = l.largest(most);
+            let m = l.splat(largest);
+            let mut total = l.zero();
+            for x in row[..used].chunks_exact_mut(L::N) {
+                let weight = l.exp(l.sub(l.load(x), m));
+                total = l.add(total, weight);
+                l.store(weight, x);
+            }
+            if largest != *maximum {
+                // The first keys find zeros.
+                let rescale = l.exp(l.sub(l.splat(*maximum), m));
+                let o = &mut self.o[i * s.ld_o + self.h * s.head_dim..][..s.head_dim];
+                each_vector!(L::N, 0..s.head_dim, |at, end| {
+                    l.write::<FULL>(l.mul(l.read::<FULL>(o, at, end), rescale), o, at, end);
+                });
+                *sum *= l.largest(rescale);
+                *maximum = largest;
+            }
+            *sum += l.sum(total);
+        }
     }
-    row[visible..].fill(T::NEG_INFINITY);
-    crate::par::simd(
-        #[inline(always)]
-        || {
-            const LANES: usize = 16;
-            let (row, _) = row.as_chunks_mut::<LANES>();
-            let mut most = [*maximum; LANES];
-            for x in row.iter_mut() {
-                for (x, m) in x.iter_mut().zip(&mut most) {
-                    *x *= scale;
-                    *m = if *x > *m { *x } else { *m };
-                }
-            }
-            let m = most.into_iter().fold(*maximum, |m, x| if x > m { x } else { m });
-            let mut sums = [T::ZERO; LANES];
-            for x in row.iter_mut() {
-                for (x, s) in x.iter_mut().zip(&mut sums) {
-                    *x = (*x - m).vexp();
-                    *s += *x;
-                }
-            }
-            let rescale = if *maximum == T::NEG_INFINITY { T::ONE } else { (*maximum - m).exp() };
-            *sum = *sum * rescale + sums.into_iter().sum::<T>();
-            *maximum = m;
-            rescale
-        },
-    )
 }

@@ -3,6 +3,8 @@ use crate::cpu::check::{Call, finite_differences, normal, relative_l2};
 use rstest::rstest;
 
 const CU: [i32; 7] = [0, 1, 70, 70, 75, 140, 140];
+/// Even enough that the backward pass shares out whole sequences.
+const EVEN: [i32; 8] = [0, 70, 140, 140, 215, 290, 291, 291];
 
 fn shape(causal: bool, d: usize) -> AttentionShape {
     AttentionShape {
@@ -118,16 +120,20 @@ fn backward_is_the_derivative(#[values(true, false)] causal: bool) {
 
 /// Gradients over many tiles, by the closed form on dense matrices of one head.
 #[rstest]
-fn backward_over_tiles(#[values(true, false)] causal: bool, #[values(5, 16)] d: usize) {
-    let s = shape(causal, d);
+fn backward_over_tiles(
+    #[values(true, false)] causal: bool,
+    #[values(5, 16)] d: usize,
+    #[values(&CU[..], &EVEN[..])] cu: &[i32],
+) {
+    let s = AttentionShape { tokens: cu[cu.len() - 1] as usize, ..shape(causal, d) };
     let qkv = normal(2, s.tokens * s.ld);
     let d_o = normal(3, s.tokens * (4 * d + 1));
-    let added = backward(s, &qkv, &d_o, &CU, true, 0.5);
-    let fresh = backward(s, &qkv, &d_o, &CU, false, 0.0);
+    let added = backward(s, &qkv, &d_o, cu, true, 0.5);
+    let fresh = backward(s, &qkv, &d_o, cu, false, 0.0);
     let ld = s.ld + 2;
     let mut expect = vec![0.0; s.tokens * ld - 2];
-    let (_, lse) = naive(s, &qkv, &CU);
-    let seq = |t: usize| CU.windows(2).position(|w| (w[0]..w[1]).contains(&(t as i32)));
+    let (_, lse) = naive(s, &qkv, cu);
+    let seq = |t: usize| cu.windows(2).position(|w| (w[0]..w[1]).contains(&(t as i32)));
     for h in 0..s.q_heads {
         let g = h % s.kv_heads;
         let (q, k, v) = (s.q_off + h * d, s.k_off + g * d, s.v_off + g * d);
@@ -183,13 +189,15 @@ fn packed_is_alone() {
 
 #[test]
 fn bits_do_not_depend_on_threads() {
-    let s = shape(true, 16);
-    let (qkv, d_o) = (normal(4, s.tokens * s.ld), normal(5, s.tokens * 65));
-    let on = |threads: usize| {
-        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-        pool.install(|| (forward(s, &qkv, &CU).outs, backward(s, &qkv, &d_o, &CU, false, 0.0).outs))
-    };
-    assert_eq!(on(1), on(3));
+    for cu in [&CU[..], &EVEN] {
+        let s = AttentionShape { tokens: cu[cu.len() - 1] as usize, ..shape(true, 16) };
+        let (qkv, d_o) = (normal(4, s.tokens * s.ld), normal(5, s.tokens * 65));
+        let on = |threads: usize| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            pool.install(|| (forward(s, &qkv, cu).outs, backward(s, &qkv, &d_o, cu, false, 0.0).outs))
+        };
+        assert_eq!(on(1), on(3));
+    }
 }
 
 #[test]

@@ -10,11 +10,11 @@
 //! Taken directly (column sums of V from the last row upwards) and not as differences of larger sums, it keeps its
 //! digits in f32.
 
+use super::head::{Across, FromState, Within};
 use super::{SsdShape, Table, share};
-use crate::cpu::gemm_call::{Mat, matmul};
+use crate::cpu::product::{Left, Part, product, transpose};
 use crate::kernel::{Args, Cost};
 use crate::kernels;
-use crate::par::lane_dot;
 use crate::real::Real;
 
 /// Backward. ins: xbc [T, ld_xbc], dt [T, H], a_log [H], d [H], dt_bias [H], states [`SsdShape::states_len`], dy
@@ -42,12 +42,12 @@ kernels! {
 }
 
 /// What one chunk reads; rows begin at the chunk's first token.
-struct Chunk<'a, T> {
-    len: usize,
-    xbc: &'a [T],
+pub(super) struct Chunk<'a, T> {
+    pub(super) len: usize,
+    pub(super) xbc: &'a [T],
     dt: &'a [T],
-    dy: &'a [T],
-    segments: &'a [T],
+    pub(super) dy: &'a [T],
+    pub(super) segments: &'a [T],
     /// State at the chunk's start, none when it is zero.
     state: Option<&'a [T]>,
     /// Gradient of the state at the chunk's end, none when it is zero.
@@ -77,10 +77,11 @@ impl SsdBackward {
         Cost::new(flops, t * (5.0 * h * p + 4.0 * g * n + 2.0 * h))
     }
 
-    /// Per leaf: C B^T, K, M and dy x^T [Q, Q]; x, dy, S0 C and E B of a group's heads [Q, heads * P]; four rows [Q].
+    /// Per leaf: C B^T, K, M and dy x^T [Q, Q]; E B of a group's heads [Q, heads * P]; B^T [N, Q] and a head's x^T [P, Q];
+    /// a head's S0 dy and E x [Q, N] and the transpose of a state [P, N]; four rows [Q].
     fn leaf_work(&self) -> usize {
         let s = &self.shape;
-        s.chunk * (4 * s.chunk + 4 * s.most_heads() * s.head_dim + 4)
+        s.chunk * (4 * s.chunk + (s.most_heads() + 1) * s.head_dim + 3 * s.state + 4) + s.head_dim * s.state
     }
 
     fn work_parts(&self) -> [usize; 5] {
@@ -200,184 +201,151 @@ impl SsdBackward {
         for g in 0..s.groups {
             let width = s.group_heads(g) * s.head_dim;
             let scaled = &mut work[..len * width];
-            crate::par::simd!(|| {
-                s.gather(g, len, dy, self.ld_dy, 0, scaled, |h, i| s.segment(h, len, segments).since_start(i));
-            });
-            let c = Mat::cols(&xbc[s.c_off + g * s.state..], s.ld_xbc);
+            s.gather(g, len, dy, self.ld_dy, 0, scaled, |h, i| s.segment(h, len, segments).start[i]);
+            let c = Left::cols(&xbc[s.c_off + g * s.state..], s.ld_xbc);
             let to = &mut dstates[s.group_offset(g)..];
-            matmul((s.state, width, len), T::ONE, c, Mat::rows(scaled, width), false, to, width, false);
+            product((s.state, width, len), Part::All, c, scaled, width, false, to, width);
         }
     }
 
     fn chunk<T: Real>(&self, chunk: &Chunk<'_, T>, mut grads: Grads<'_, T>, params: Params<'_, T>, work: &mut [T]) {
         let s = &self.shape;
-        let len = chunk.len;
+        let (len, n) = (chunk.len, s.state);
         let square = s.chunk * s.chunk;
-        let wide = s.chunk * s.most_heads() * s.head_dim;
         let (cb, work) = work.split_at_mut(square);
         let (k_sum, work) = work.split_at_mut(square);
-        let (x, work) = work.split_at_mut(wide);
-        let (dy, work) = work.split_at_mut(wide);
-        let (cs, work) = work.split_at_mut(wide);
-        let (be, work) = work.split_at_mut(wide);
+        let (be, work) = work.split_at_mut(s.chunk * s.most_heads() * s.head_dim);
+        let (transposed, work) = work.split_at_mut(s.chunk * n);
         for g in 0..s.groups {
             let heads = s.group_heads(g);
             let width = heads * s.head_dim;
-            let (b_at, c_at) = (s.b_off + g * s.state, s.c_off + g * s.state);
-            let b = Mat::rows(&chunk.xbc[b_at..], s.ld_xbc);
-            let c = Mat::rows(&chunk.xbc[c_at..], s.ld_xbc);
-            let state = chunk.state.map(|state| &state[s.group_offset(g)..][..s.state * width]);
-            let dstate = chunk.dstate.map(|state| &state[s.group_offset(g)..][..s.state * width]);
-            matmul((len, len, s.state), T::ONE, c, Mat::cols(b.data, s.ld_xbc), false, cb, len, false);
+            let (b_at, c_at) = (s.b_off + g * n, s.c_off + g * n);
+            let (b, c) = (&chunk.xbc[b_at..], &chunk.xbc[c_at..]);
+            let state = chunk.state.map(|state| &state[s.group_offset(g)..][..n * width]);
+            let dstate = chunk.dstate.map(|state| &state[s.group_offset(g)..][..n * width]);
+            transpose((len, n), b, s.ld_xbc, transposed, len);
+            product((len, len, n), Part::LowerResult, Left::rows(c, s.ld_xbc), transposed, len, false, cb, len);
             k_sum[..len * len].fill(T::ZERO);
-            crate::par::simd!(|| {
-                s.gather(g, len, chunk.xbc, s.ld_xbc, s.x_off, x, |_, _| T::ONE);
-                s.gather(g, len, chunk.dy, self.ld_dy, 0, dy, |_, _| T::ONE);
-            });
-            for (state, left, product) in [(state, c, &mut *cs), (dstate, b, &mut *be)] {
-                match state {
-                    Some(m) => {
-                        matmul((len, width, s.state), T::ONE, left, Mat::rows(m, width), false, product, width, false);
-                    }
-                    None => product[..len * width].fill(T::ZERO),
+            if let Some(dstate) = dstate {
+                product((len, width, n), Part::All, Left::rows(b, s.ld_xbc), dstate, width, false, be, width);
+            }
+            if !self.acc_dxbc {
+                for row in grads.dxbc.chunks_mut(self.ld_dxbc).take(len) {
+                    row[b_at..b_at + n].fill(T::ZERO);
+                    row[c_at..c_at + n].fill(T::ZERO);
                 }
             }
             for k in 0..heads {
-                let h = k * s.groups + g;
-                let decayed = match (state, dstate) {
-                    (Some(a), Some(b)) => crate::par::simd!(|| self.state_dot(heads, k, a, b)),
-                    _ => T::ZERO,
-                };
-                let head = Head { g, k, h, decayed };
-                self.head(chunk, &mut grads, params, head, [cb, x, dy, cs, be], k_sum, work);
+                let head = Head { g, k, h: k * s.groups + g };
+                self.head(chunk, &mut grads, params, head, [cb, be], [state, dstate], k_sum, work);
             }
-            crate::par::simd!(|| {
-                for i in 0..len {
-                    for k in 0..heads {
-                        let segment = s.segment(k * s.groups + g, len, chunk.segments);
-                        let (to_x, to_dy) = (segment.until_end(i) * segment.dt[i], segment.since_start(i));
-                        let at = i * width + k * s.head_dim;
-                        x[at..at + s.head_dim].iter_mut().for_each(|v| *v *= to_x);
-                        dy[at..at + s.head_dim].iter_mut().for_each(|v| *v *= to_dy);
-                    }
-                }
-            });
-            let (ld, dxbc) = (self.ld_dxbc, &mut *grads.dxbc);
-            let (dc, acc) = (&mut dxbc[c_at..], self.acc_dxbc);
-            matmul((len, s.state, len), T::ONE, Mat::rows(k_sum, len), b, acc, dc, ld, false);
-            if let Some(m) = state {
-                matmul((len, s.state, width), T::ONE, Mat::rows(dy, width), Mat::cols(m, width), true, dc, ld, false);
-            }
-            let db = &mut dxbc[b_at..];
-            matmul((len, s.state, len), T::ONE, Mat::cols(k_sum, len), c, acc, db, ld, false);
-            if let Some(m) = dstate {
-                matmul((len, s.state, width), T::ONE, Mat::rows(x, width), Mat::cols(m, width), true, db, ld, false);
-            }
+            let ld = self.ld_dxbc;
+            let dc = &mut grads.dxbc[c_at..];
+            product((len, n, len), Part::LowerLeft, Left::rows(k_sum, len), b, s.ld_xbc, true, dc, ld);
+            let db = &mut grads.dxbc[b_at..];
+            product((len, n, len), Part::UpperLeft, Left::cols(k_sum, len), c, s.ld_xbc, true, db, ld);
         }
     }
 
-    /// Sum of the products of two states' elements, of head `k` of a group.
-    #[inline(always)]
-    fn state_dot<T: Real>(&self, heads: usize, k: usize, a: &[T], b: &[T]) -> T {
-        let p = self.shape.head_dim;
-        let mut sum = T::ZERO;
-        for n in 0..self.shape.state {
-            let at = (n * heads + k) * p;
-            let (a, b) = (&a[at..at + p], &b[at..at + p]);
-            sum += lane_dot(a, b);
-        }
-        sum
-    }
-
-    /// Everything of one head but its part in dB and dC through the states. `products` are C B^T and the group's x, dy,
-    /// S0 C and E B.
+    /// Everything of one head but its part in dB and dC through K, which is added to `k_sum`. `products` are C B^T and
+    /// the group's E B, `states` the group's S0 and E.
     #[allow(clippy::too_many_arguments)]
     fn head<T: Real>(
         &self,
         chunk: &Chunk<'_, T>,
         grads: &mut Grads<'_, T>,
         params: Params<'_, T>,
-        head: Head<T>,
-        [cb, x, dy, cs, be]: [&[T]; 5],
+        head: Head,
+        [cb, be]: [&[T]; 2],
+        states: [Option<&[T]>; 2],
         k_sum: &mut [T],
         work: &mut [T],
     ) {
         let s = &self.shape;
-        let (len, p) = (chunk.len, s.head_dim);
+        let (len, p, n) = (chunk.len, s.head_dim, s.state);
         let width = s.group_heads(head.g) * p;
         let at = head.k * p;
         let segment = s.segment(head.h, len, chunk.segments);
         let (m, work) = work.split_at_mut(s.chunk * s.chunk);
         let (v, work) = work.split_at_mut(s.chunk * s.chunk);
-        let (to_decay, work) = work.split_at_mut(s.chunk);
-        let (below, work) = work.split_at_mut(s.chunk);
-        let (to_step, decay) = work.split_at_mut(s.chunk);
-        matmul((len, len, p), T::ONE, Mat::rows(&dy[at..], width), Mat::cols(&x[at..], width), false, v, len, false);
-
-        let mut to_d = T::ZERO;
-        crate::par::simd!(|| {
-            // v becomes (dy_i . x_j)(C_i . B_j) L_ij, below its column sums over the rows from i on.
-            below[..len].fill(T::ZERO);
-            let mut from_state = T::ZERO;
-            for i in (0..len).rev() {
-                let (dt, high, low) = (&segment.dt[..=i], &segment.high[..=i], &segment.low[..=i]);
-                let (h, l) = (high[i], low[i]);
-                let row = &mut v[i * len..][..=i];
-                let (cb, k_row) = (&cb[i * len..][..=i], &mut k_sum[i * len..][..=i]);
-                let (m, unused) = m[i * len..][..len].split_at_mut(i + 1);
-                let decay = &mut decay[..=i];
-                for j in 0..decay.len() {
-                    decay[j] = ((h - high[j]) + (l - low[j])).vexp();
-                }
-                for j in 0..row.len() {
-                    let scaled = decay[j] * dt[j];
-                    k_row[j] += row[j] * scaled;
-                    m[j] = cb[j] * scaled;
-                    row[j] *= cb[j] * decay[j];
-                }
-                unused.fill(T::ZERO);
-                for (sum, &v) in below[..i].iter_mut().zip(&*row) {
-                    *sum += v;
-                }
-                to_step[i] = row[i];
-                let (dy, cs) = (&dy[i * width + at..][..p], &cs[i * width + at..][..p]);
-                from_state += segment.since_start(i) * lane_dot(dy, cs);
-                to_decay[i] = lane_dot(&below[..i], dt) + from_state;
+        let (transposed, work) = work.split_at_mut(s.chunk * p);
+        let (from_start, work) = work.split_at_mut(s.chunk * n);
+        let (to_end, work) = work.split_at_mut(s.chunk * n);
+        let (transposed_state, work) = work.split_at_mut(p * n);
+        let mut rows = work.chunks_mut(s.chunk).map(|row| &mut row[..len]);
+        let [Some(to_decay), Some(below), Some(to_step), Some(slope)] = std::array::from_fn(|_| rows.next()) else {
+            return;
+        };
+        let x = &chunk.xbc[s.x_off + head.h * p..];
+        let dy = &chunk.dy[head.h * p..];
+        let (x_rows, dy_rows) = (Left::rows(x, s.ld_xbc), Left::rows(dy, self.ld_dy));
+        transpose((len, p), x, s.ld_xbc, transposed, len);
+        product((len, len, p), Part::LowerResult, dy_rows, transposed, len, false, v, len);
+        for (state, left, out) in [(states[0], dy_rows, &mut *from_start), (states[1], x_rows, &mut *to_end)] {
+            if let Some(state) = state {
+                transpose((n, p), &state[at..], width, transposed_state, n);
+                product((len, n, p), Part::All, left, transposed_state, n, false, out, n);
             }
+        }
+
+        let (b_at, c_at) = (s.b_off + head.g * n, s.c_off + head.g * n);
+        let ld = self.ld_dxbc;
+        T::vectors(Within {
+            segment,
+            cb,
+            v,
+            k_sum,
+            m,
+            below,
+            to_step,
+            to_decay,
+            start: states[0].map(|_| FromState {
+                product: from_start,
+                rows: &chunk.xbc[c_at..],
+                ld_rows: s.ld_xbc,
+                grad: &mut grads.dxbc[c_at..],
+                ld_grad: ld,
+                n,
+            }),
         });
         let dx = &mut grads.dxbc[s.x_off + head.h * p..];
-        let dy_rows = Mat::rows(&dy[at..], width);
-        matmul((len, p, len), T::ONE, Mat::cols(m, len), dy_rows, self.acc_dxbc, dx, self.ld_dxbc, false);
-        crate::par::simd!(|| {
-            // Of the state's gradient at the chunk's end, what passes through the decay of token i.
-            let mut to_end_sum = s.totals(chunk.segments)[head.h] * head.decayed;
-            for i in 0..len {
-                let (dy, be) = (&dy[i * width + at..][..p], &be[i * width + at..][..p]);
-                let (x, dx) = (&x[i * width + at..][..p], &mut dx[i * self.ld_dxbc..][..p]);
-                let to_end = segment.until_end(i);
-                let scale = to_end * segment.dt[i];
-                for j in 0..p {
-                    dx[j] += scale * be[j] + params.d[head.h] * dy[j];
-                }
-                to_d += lane_dot(dy, x);
-                let ended = to_end * lane_dot(x, be);
-                to_decay[i] += to_end_sum;
-                to_end_sum += segment.dt[i] * ended;
-                to_step[i] += below[i] + ended;
-            }
+        product((len, p, len), Part::UpperLeft, Left::cols(m, len), dy, self.ld_dy, self.acc_dxbc, dx, ld);
+        let to_d = T::vectors(Across {
+            kernel: self,
+            chunk,
+            head,
+            segment,
+            d: params.d[head.h],
+            be: &be[at..],
+            states,
+            to_end,
+            offsets: [s.x_off + head.h * p, b_at],
+            dxbc: grads.dxbc,
+            below,
+            to_step,
+            to_decay,
         });
 
         let a = -params.a_log[head.h].to_f64().exp();
         let (mut to_a, mut to_bias) = (0.0f64, 0.0f64);
+        for (i, raw) in slope.iter_mut().enumerate() {
+            *raw = chunk.dt[i * s.ld_dt + head.h] + params.dt_bias[head.h];
+        }
+        crate::par::simd!(|| {
+            for raw in &mut *slope {
+                let inside = match s.dt_limit {
+                    None => true,
+                    Some((lo, hi)) => {
+                        let step = raw.vsoftplus();
+                        step >= T::of(lo) && step <= T::of(hi)
+                    }
+                };
+                *raw = if inside { raw.vsigmoid() } else { T::ZERO };
+            }
+        });
         for i in 0..len {
             to_a += to_decay[i].to_f64() * segment.dt[i].to_f64();
-            let raw = chunk.dt[i * s.ld_dt + head.h] + params.dt_bias[head.h];
-            let inside = s.dt_limit.is_none_or(|(lo, hi)| {
-                let step = raw.vsoftplus();
-                step >= T::of(lo) && step <= T::of(hi)
-            });
-            let slope = if inside { raw.vsigmoid().to_f64() } else { 0.0 };
-            let grad = (to_step[i].to_f64() + a * to_decay[i].to_f64()) * slope;
+            let grad = (to_step[i].to_f64() + a * to_decay[i].to_f64()) * slope[i].to_f64();
             to_bias += grad;
             let ddt = &mut grads.ddt[i * self.ld_ddt + head.h];
             *ddt = if self.acc_ddt { *ddt + T::of(grad) } else { T::of(grad) };
@@ -388,11 +356,10 @@ impl SsdBackward {
     }
 }
 
-/// One head: its group, its place in the group, its stored index, and the sum of S0 * E over its state.
+/// One head: its group, its place in the group, its stored index.
 #[derive(Clone, Copy)]
-struct Head<T> {
-    g: usize,
-    k: usize,
-    h: usize,
-    decayed: T,
+pub(super) struct Head {
+    pub(super) g: usize,
+    pub(super) k: usize,
+    pub(super) h: usize,
 }

@@ -1,7 +1,8 @@
 //! Forward pass of the scan.
 
-use super::{Segment, SsdShape, Table, share};
-use crate::cpu::gemm_call::{Mat, matmul};
+use super::{Segment, SsdShape, Table, above, share};
+use crate::cpu::product::{Left, Part, product, transpose};
+use crate::cpu::vector::{Lanes, WithLanes, each_vector};
 use crate::kernel::{Args, Cost};
 use crate::kernels;
 use crate::real::Real;
@@ -21,22 +22,9 @@ kernels! {
     Ssd => "ssd_scan", workspace;
 }
 
-/// Rows of a lower triangular factor that are multiplied together.
-const TRIANGLE: usize = 64;
-
-/// C (+)= A B for a lower triangular A [n, n] (zero above its diagonal), skipping most of the zeros.
-#[inline]
-pub(super) fn lower_times<T: Real>(n: usize, cols: usize, a: &[T], b: Mat<'_, T>, acc: bool, c: &mut [T], ldc: usize) {
-    for i in (0..n).step_by(TRIANGLE) {
-        let rows = TRIANGLE.min(n - i);
-        matmul((rows, cols, i + rows), T::ONE, Mat::rows(&a[i * n..], n), b, acc, &mut c[i * ldc..], ldc, false);
-    }
-}
-
 impl SsdShape {
     /// Columns of the heads of group `g` gathered side by side, each token's scaled by `scale(head, token)`:
     /// out [len, heads of the group * P] from rows of `ld` elements whose head 0 begins at `off`.
-    #[inline(always)]
     #[allow(clippy::too_many_arguments)]
     pub(super) fn gather<T: Real>(
         &self,
@@ -48,16 +36,36 @@ impl SsdShape {
         out: &mut [T],
         scale: impl Fn(usize, usize) -> T,
     ) {
-        let (heads, p) = (self.group_heads(g), self.head_dim);
-        for i in 0..len {
+        T::vectors(Gather { shape: self, g, len, rows, ld, off, out, scale });
+    }
+}
+
+struct Gather<'a, T, F> {
+    shape: &'a SsdShape,
+    g: usize,
+    len: usize,
+    rows: &'a [T],
+    ld: usize,
+    off: usize,
+    out: &'a mut [T],
+    scale: F,
+}
+
+impl<T: Real, F: Fn(usize, usize) -> T> WithLanes<T> for Gather<'_, T, F> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<L: Lanes<T = T>>(self, l: L) {
+        let (heads, p) = (self.shape.group_heads(self.g), self.shape.head_dim);
+        for i in 0..self.len {
             for k in 0..heads {
-                let h = k * self.groups + g;
-                let from = &rows[i * ld + off + h * p..][..p];
-                let to = &mut out[(i * heads + k) * p..][..p];
-                let s = scale(h, i);
-                for (t, &f) in to.iter_mut().zip(from) {
-                    *t = f * s;
-                }
+                let h = k * self.shape.groups + self.g;
+                let from = &self.rows[i * self.ld + self.off + h * p..][..p];
+                let to = &mut self.out[(i * heads + k) * p..][..p];
+                let s = l.splat((self.scale)(h, i));
+                each_vector!(L::N, 0..p, |at, end| {
+                    l.write::<FULL>(l.mul(l.read::<FULL>(from, at, end), s), to, at, end);
+                });
             }
         }
     }
@@ -71,10 +79,10 @@ impl Ssd {
         Cost::new(t * (h * (2.0 * q * p + 4.0 * n * p) + 2.0 * g * q * n), t * (2.0 * h * p + 2.0 * g * n + h))
     }
 
-    /// Per leaf: C B^T [Q, Q], M [Q, Q], gathered x and C S [Q, heads of a group * P].
+    /// Per leaf: C B^T [Q, Q], M [Q, Q], B^T [N, Q], gathered x and C S [Q, heads of a group * P].
     fn leaf_work(&self) -> usize {
         let s = &self.shape;
-        2 * s.chunk * s.chunk + s.chunk * s.most_heads() * s.head_dim
+        s.chunk * (2 * s.chunk + s.state + s.most_heads() * s.head_dim)
     }
 
     /// Segments of each chunk, one state of each sequence, the leaves' scratch.
@@ -156,15 +164,13 @@ impl Ssd {
         for g in 0..s.groups {
             let width = s.group_heads(g) * s.head_dim;
             let x = &mut work[..len * width];
-            crate::par::simd!(|| {
-                s.gather(g, len, xbc, s.ld_xbc, s.x_off, x, |h, i| {
-                    let segment = s.segment(h, len, segments);
-                    segment.until_end(i) * segment.dt[i]
-                });
+            s.gather(g, len, xbc, s.ld_xbc, s.x_off, x, |h, i| {
+                let segment = s.segment(h, len, segments);
+                segment.end[i] * segment.dt[i]
             });
-            let b = Mat::cols(&xbc[s.b_off + g * s.state..], s.ld_xbc);
+            let b = Left::cols(&xbc[s.b_off + g * s.state..], s.ld_xbc);
             let to = &mut states[s.group_offset(g)..];
-            matmul((s.state, width, len), T::ONE, b, Mat::rows(x, width), false, to, width, false);
+            product((s.state, width, len), Part::All, b, x, width, false, to, width);
         }
     }
 
@@ -182,55 +188,74 @@ impl Ssd {
         let s = &self.shape;
         let p = s.head_dim;
         let (cb, work) = work.split_at_mut(s.chunk * s.chunk);
-        let (m, cs) = work.split_at_mut(s.chunk * s.chunk);
+        let (m, work) = work.split_at_mut(s.chunk * s.chunk);
+        let (transposed, cs) = work.split_at_mut(s.chunk * s.state);
         for g in 0..s.groups {
             let heads = s.group_heads(g);
             let width = heads * p;
-            let b = Mat::cols(&xbc[s.b_off + g * s.state..], s.ld_xbc);
-            let c = Mat::rows(&xbc[s.c_off + g * s.state..], s.ld_xbc);
-            matmul((len, len, s.state), T::ONE, c, b, false, cb, len, false);
+            transpose((len, s.state), &xbc[s.b_off + g * s.state..], s.ld_xbc, transposed, len);
+            let c = Left::rows(&xbc[s.c_off + g * s.state..], s.ld_xbc);
+            product((len, len, s.state), Part::LowerResult, c, transposed, len, false, cb, len);
             if let Some(state) = state {
-                let state = Mat::rows(&state[s.group_offset(g)..], width);
-                matmul((len, width, s.state), T::ONE, c, state, false, cs, width, false);
+                product((len, width, s.state), Part::All, c, &state[s.group_offset(g)..], width, false, cs, width);
             }
             for k in 0..heads {
                 let h = k * s.groups + g;
+                let x = &xbc[s.x_off + h * p..];
+                let y = &mut y[h * p..];
                 let segment = s.segment(h, len, segments);
-                crate::par::simd!(|| {
-                    mixing(len, cb, segment, m);
-                    for i in 0..len {
-                        let x = &xbc[i * s.ld_xbc + s.x_off + h * p..][..p];
-                        let y = &mut y[i * self.ld_y + h * p..][..p];
-                        if state.is_some() {
-                            let (decay, cs) = (segment.since_start(i), &cs[i * width + k * p..][..p]);
-                            for j in 0..p {
-                                y[j] = d[h] * x[j] + decay * cs[j];
-                            }
-                        } else {
-                            for j in 0..p {
-                                y[j] = d[h] * x[j];
-                            }
-                        }
-                    }
-                });
-                let x = Mat::rows(&xbc[s.x_off + h * p..], s.ld_xbc);
-                lower_times(len, p, m, x, true, &mut y[h * p..], self.ld_y);
+                let cs = state.is_some().then(|| &cs[k * p..]);
+                let (ld_x, ld_y) = (s.ld_xbc, self.ld_y);
+                T::vectors(Mixing { p, cb, segment, m, d: d[h], x, ld_x, cs, ld_cs: width, y, ld_y });
+                product((len, p, len), Part::LowerLeft, Left::rows(m, len), x, ld_x, true, y, ld_y);
             }
         }
     }
 }
 
-/// M_ij = (C_i . B_j) exp(cum_i - cum_j) dt'_j for j <= i, zero above.
-#[inline(always)]
-fn mixing<T: Real>(len: usize, cb: &[T], segment: Segment<'_, T>, m: &mut [T]) {
-    for i in 0..len {
-        let (used, unused) = m[i * len..][..len].split_at_mut(i + 1);
-        let cb = &cb[i * len..][..=i];
-        let (dt, high, low) = (&segment.dt[..=i], &segment.high[..=i], &segment.low[..=i]);
-        let (h, l) = (high[i], low[i]);
-        for j in 0..used.len() {
-            used[j] = cb[j] * ((h - high[j]) + (l - low[j])).vexp() * dt[j];
+/// Of one head and chunk: M_ij = (C_i . B_j) exp(cum_i - cum_j) dt'_j for j <= i, zero above; and y_i without what
+/// comes through M.
+struct Mixing<'a, T> {
+    p: usize,
+    cb: &'a [T],
+    segment: Segment<'a, T>,
+    m: &'a mut [T],
+    d: T,
+    x: &'a [T],
+    ld_x: usize,
+    /// C_i S0 of the head, none when the state is zero.
+    cs: Option<&'a [T]>,
+    ld_cs: usize,
+    y: &'a mut [T],
+    ld_y: usize,
+}
+
+impl<T: Real> WithLanes<T> for Mixing<'_, T> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<L: Lanes<T = T>>(self, l: L) {
+        let (p, segment) = (self.p, self.segment);
+        let len = segment.dt.len();
+        let d = l.splat(self.d);
+        for i in 0..len {
+            let (cb, m) = (&self.cb[i * len..][..len], &mut self.m[i * len..][..len]);
+            each_vector!(L::N, 0..i, |at, end| {
+                let decay = segment.decay::<L, FULL>(l, i, at, end);
+                let scaled = l.mul(l.read::<FULL>(cb, at, end), l.read::<FULL>(segment.dt, at, end));
+                l.write::<FULL>(l.mul(scaled, decay), m, at, end);
+            });
+            m[i] = cb[i] * segment.dt[i];
+            m[above(i, len)].fill(T::ZERO);
+            let (x, y) = (&self.x[i * self.ld_x..][..p], &mut self.y[i * self.ld_y..][..p]);
+            let start = l.splat(segment.start[i]);
+            each_vector!(L::N, 0..p, |at, end| {
+                let mut sum = l.mul(d, l.read::<FULL>(x, at, end));
+                if let Some(cs) = self.cs {
+                    sum = l.mul_add(start, l.read::<FULL>(&cs[i * self.ld_cs..], at, end), sum);
+                }
+                l.write::<FULL>(sum, y, at, end);
+            });
         }
-        unused.fill(T::ZERO);
     }
 }

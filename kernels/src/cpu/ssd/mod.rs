@@ -21,12 +21,14 @@
 
 mod backward;
 mod forward;
+mod head;
 #[cfg(test)]
 mod tests;
 
 pub use backward::SsdBackward;
 pub use forward::Ssd;
 
+use crate::cpu::vector::Lanes;
 use crate::real::Real;
 use std::ops::Range;
 
@@ -106,16 +108,16 @@ impl SsdShape {
         );
     }
 
-    /// Elements of one chunk's segments: dt', cum (high part), cum (remainder) of each head, [H, 3, Q], and each head's
-    /// decay over the whole chunk, [H].
+    /// Elements of one chunk's segments: dt', cum (high part), cum (remainder), decay from the chunk's start and to its
+    /// end of each head, [H, 5, Q], and each head's decay over the whole chunk, [H].
     fn segment_len(&self) -> usize {
-        (3 * self.chunk + 1) * self.heads
+        (5 * self.chunk + 1) * self.heads
     }
 
     /// Each head's decay over the whole chunk.
     #[inline(always)]
     fn totals<'a, T>(&self, segments: &'a [T]) -> &'a [T] {
-        &segments[3 * self.chunk * self.heads..][..self.heads]
+        &segments[5 * self.chunk * self.heads..][..self.heads]
     }
 
     /// Fills one chunk's segments from `dt`, whose first row is the chunk's first token.
@@ -123,17 +125,22 @@ impl SsdShape {
     fn fill_segments<T: Real>(&self, len: usize, dt: &[T], a_log: &[T], dt_bias: &[T], segments: &mut [T]) {
         let limit = self.dt_limit.map(|(lo, hi)| (T::of(lo), T::of(hi)));
         for h in 0..self.heads {
-            let segment = &mut segments[3 * h * self.chunk..][..3 * self.chunk];
-            let (steps, cum) = segment.split_at_mut(self.chunk);
-            let (high, low) = cum.split_at_mut(self.chunk);
-            for (i, step) in steps[..len].iter_mut().enumerate() {
+            let segment = &mut segments[5 * h * self.chunk..][..5 * self.chunk];
+            let mut parts = segment.chunks_exact_mut(self.chunk).map(|part| &mut part[..len]);
+            let [Some(steps), Some(high), Some(low), Some(start), Some(end)] = std::array::from_fn(|_| parts.next())
+            else {
+                return;
+            };
+            for (i, step) in steps.iter_mut().enumerate() {
                 *step = dt[i * self.ld_dt + h] + dt_bias[h];
             }
-            for step in &mut steps[..len] {
+            for step in &mut *steps {
                 *step = step.vsoftplus();
             }
             if let Some((lo, hi)) = limit {
-                steps[..len].iter_mut().for_each(|step| *step = step.max(lo).min(hi));
+                for step in &mut *steps {
+                    *step = step.max(lo).min(hi);
+                }
             }
             let a = -a_log[h].to_f64().exp();
             let mut sum = 0.0f64;
@@ -142,15 +149,22 @@ impl SsdShape {
                 high[i] = T::of(sum);
                 low[i] = T::of(sum - high[i].to_f64());
             }
-            segments[3 * self.chunk * self.heads + h] = T::of(sum.exp());
+            let (last_high, last_low) = (high[len - 1], low[len - 1]);
+            for ((start, &high), &low) in start.iter_mut().zip(&*high).zip(&*low) {
+                *start = (high + low).vexp();
+            }
+            for ((end, &high), &low) in end.iter_mut().zip(&*high).zip(&*low) {
+                *end = ((last_high - high) + (last_low - low)).vexp();
+            }
+            segments[5 * self.chunk * self.heads + h] = T::of(sum.exp());
         }
     }
 
     /// One head's segment of a chunk.
     #[inline(always)]
     fn segment<'a, T>(&self, h: usize, len: usize, segments: &'a [T]) -> Segment<'a, T> {
-        let segment = &segments[3 * h * self.chunk..][..3 * self.chunk];
-        Segment { dt: &segment[..len], high: &segment[self.chunk..][..len], low: &segment[2 * self.chunk..][..len] }
+        let part = |i: usize| &segments[(5 * h + i) * self.chunk..][..len];
+        Segment { dt: part(0), high: part(1), low: part(2), start: part(3), end: part(4) }
     }
 
     /// [H, P, N] of one sequence into the layout of the saved states.
@@ -226,32 +240,32 @@ impl SsdShape {
     }
 }
 
-/// dt' and cum of one head over one chunk.
+/// What one head's decays over one chunk are made of.
 #[derive(Clone, Copy)]
 struct Segment<'a, T> {
     dt: &'a [T],
     high: &'a [T],
     low: &'a [T],
+    /// exp(cum_i): decay from the chunk's start.
+    start: &'a [T],
+    /// exp(cum_last - cum_i): decay to the chunk's end.
+    end: &'a [T],
 }
 
 impl<T: Real> Segment<'_, T> {
-    /// exp(cum_i - cum_j), i >= j.
+    /// exp(cum_i - cum_j) for the tokens j in at..end, all of them before i.
     #[inline(always)]
-    fn decay(&self, i: usize, j: usize) -> T {
-        ((self.high[i] - self.high[j]) + (self.low[i] - self.low[j])).vexp()
+    fn decay<L: Lanes<T = T>, const FULL: bool>(&self, l: L, i: usize, at: usize, end: usize) -> L::V {
+        let high = l.sub(l.splat(self.high[i]), l.read::<FULL>(self.high, at, end));
+        let low = l.sub(l.splat(self.low[i]), l.read::<FULL>(self.low, at, end));
+        l.exp(l.add(high, low))
     }
+}
 
-    /// exp(cum_i): decay from the chunk's start.
-    #[inline(always)]
-    fn since_start(&self, i: usize) -> T {
-        (self.high[i] + self.low[i]).vexp()
-    }
-
-    /// exp(cum_last - cum_i): decay to the chunk's end.
-    #[inline(always)]
-    fn until_end(&self, i: usize) -> T {
-        self.decay(self.dt.len() - 1, i)
-    }
+/// Elements of row `i` of a triangular factor, above its diagonal, that a product reads: they must be zero.
+#[inline(always)]
+fn above(i: usize, len: usize) -> Range<usize> {
+    i + 1..len.min(i / 8 * 8 + 8)
 }
 
 /// The chunks of all sequences, in token order.
