@@ -1,4 +1,5 @@
 pub mod goldens;
+pub mod json_schema;
 pub mod layouts;
 pub mod plugins;
 pub mod runs;

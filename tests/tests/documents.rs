@@ -1,5 +1,10 @@
-//! What the documents show is what is in the repository: links, code, keys.
+//! What the documents show is what is in the repository: links, code, keys. `GANTRY_BLESS=1` rewrites what is generated:
+//! the schema of recipes, and the lists of keys in the recipe guide.
 
+use gantry::recipe::editor;
+use gantry_tests::json_schema::mistakes;
+use gantry_tests::plugins::providers;
+use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
 fn root() -> PathBuf {
@@ -58,15 +63,95 @@ fn the_example_is_shown_as_it_is() {
     }
 }
 
+/// Fails unless a generated file is as it would be generated now; with `GANTRY_BLESS=1` it is generated.
+fn is_generated(path: &str, expected: &str) {
+    if std::env::var_os("GANTRY_BLESS").is_some() {
+        std::fs::write(root().join(path), expected).unwrap();
+    }
+    let found = read(path);
+    for (line, (found, expected)) in found.lines().zip(expected.lines()).enumerate() {
+        assert_eq!(found, expected, "{path}:{}: run this test with GANTRY_BLESS=1", line + 1);
+    }
+    assert_eq!(found, expected, "{path}: run this test with GANTRY_BLESS=1");
+}
+
+/// `text` with what stands between two markers, neither included, replaced.
+fn between(text: &str, begin: &str, end: &str, new: &str) -> String {
+    let (before, rest) = text.split_once(begin).unwrap_or_else(|| panic!("no {begin:?}"));
+    let (_, after) = rest.split_once(end).unwrap_or_else(|| panic!("no {end:?}"));
+    format!("{before}{begin}{new}{end}{after}")
+}
+
 #[test]
 fn the_recipe_guide_lists_every_key() {
-    let defaults = read("host/src/recipe/defaults.yaml");
     let guide = read("docs/recipes.md");
-    let Some(listed) = blocks(&guide, "yaml").into_iter().next_back() else { panic!("no list of keys") };
-    for (line, (listed, default)) in listed.lines().zip(defaults.lines()).enumerate() {
-        assert_eq!(listed, default, "line {}: copy defaults.yaml to the end of docs/recipes.md", line + 1);
+    let mut table = "\n| key | takes | default |\n| --- | --- | --- |\n".to_string();
+    for key in editor::reference() {
+        let default = if key.default.is_empty() { String::new() } else { format!("`{}`", key.default) };
+        table += &format!("| `{}` | {} | {default} |\n", key.path, key.kind);
     }
-    assert_eq!(listed.lines().count(), defaults.lines().count(), "copy defaults.yaml to the end of docs/recipes.md");
+    let guide = between(&guide, "<!-- keys: generated -->\n", "\n<!-- end of keys -->", &table);
+    let defaults = read("host/src/recipe/defaults.yaml");
+    is_generated("docs/recipes.md", &between(&guide, "copy true):\n\n```yaml\n", "\n```", defaults.trim_end()));
+}
+
+const SCHEMA: &str = "recipes/recipe.schema.json";
+
+fn schema() -> Value {
+    let set = providers(&["dense-gpt", "nemotron-hybrid"]);
+    let all = set.plugins().iter().flat_map(|plugin| &plugin.providers);
+    editor::json_schema(
+        &all.map(|provider| (provider.name.clone(), provider.config_schema.clone())).collect::<Vec<_>>(),
+    )
+}
+
+fn recipes() -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for folder in std::fs::read_dir(root().join("recipes")).unwrap().map(|entry| entry.unwrap().path()) {
+        if folder.is_dir() {
+            found.extend(std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()));
+        }
+    }
+    found.retain(|file| file.extension().is_some_and(|end| end == "yaml"));
+    assert!(found.len() >= 2, "{found:?}");
+    found
+}
+
+#[test]
+fn the_schema_for_editors_is_that_of_the_program() {
+    is_generated(SCHEMA, &format!("{}\n", serde_json::to_string_pretty(&schema()).unwrap()));
+    for recipe in recipes() {
+        let text = std::fs::read_to_string(&recipe).unwrap();
+        let named = text.lines().next().and_then(|line| line.strip_prefix("# yaml-language-server: $schema="));
+        let file = recipe.parent().unwrap().join(named.unwrap_or_else(|| panic!("{}: no schema", recipe.display())));
+        assert_eq!(file.canonicalize().unwrap(), root().join(SCHEMA).canonicalize().unwrap());
+    }
+}
+
+#[test]
+fn shipped_recipes_fit_the_schema_and_mistakes_do_not() {
+    let schema = schema();
+    for file in recipes() {
+        let recipe: Value = serde_saphyr::from_str(&std::fs::read_to_string(&file).unwrap()).unwrap();
+        assert_eq!(mistakes(&schema, &recipe), Vec::<String>::new(), "{}", file.display());
+        let wrongs: [(&str, Value); 8] = [
+            ("/trian", json!({})),
+            ("/train/stepz", json!(3)),
+            ("/train/steps", json!(-1)),
+            ("/train/precision", json!("fp23")),
+            ("/data/exclude", json!("one")),
+            ("/modules/lm/grid", json!({"tpp": 1})),
+            ("/modules/lm/config/hiden_size", json!(3)),
+            ("/modules/lm/config/hidden_size", json!("wide")),
+        ];
+        for (at, value) in wrongs {
+            let mut wrong = recipe.clone();
+            let (section, key) = at.rsplit_once('/').unwrap();
+            wrong.pointer_mut(section).unwrap()[key] = value;
+            let marks = mistakes(&schema, &wrong);
+            assert_eq!(marks.len(), 1, "{at} in {}: {marks:?}", file.display());
+        }
+    }
 }
 
 /// The architecture page names folders and files; a renamed one must not stay on the map.

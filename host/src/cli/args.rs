@@ -25,6 +25,8 @@ pub(super) enum Command {
     Generate(Generate),
     /// Describes a plugin: providers, configuration, parameters, axes. A crashing plugin is reported.
     Inspect(Inspect),
+    /// Prints the JSON schema of recipes, for editors.
+    Schema(Schema),
     /// Measures operators, or a recipe's steps, against the machine's fastest matrix product and copy.
     Bench(Bench),
     /// Tells what this machine offers (processor, memory, GPU, libraries, plugins) and what is missing.
@@ -169,6 +171,12 @@ pub(super) struct Doctor {
     /// Opens a library in this process.
     #[arg(long, hide = true, value_name = "NAME")]
     pub library: Option<String>,
+}
+
+#[derive(Debug, Args)]
+pub(super) struct Schema {
+    /// Plugin files, or names of plugins to look for, whose configs are part of the schema.
+    pub plugins: Vec<String>,
 }
 
 impl RecipeArguments {

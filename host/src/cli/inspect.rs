@@ -33,19 +33,27 @@ pub(super) enum Model {
 }
 
 pub(super) fn run(arguments: args::Inspect) -> Result<()> {
-    let search = Search::standard(Vec::new());
-    let named_file = Path::new(&arguments.plugin);
-    let file = if named_file.is_file() { PluginFile::new(named_file) } else { search.find(&arguments.plugin)? };
     let report = if arguments.in_process {
-        describe(&file, &search, &config(&arguments.set)?)?
+        let search = Search::standard(Vec::new());
+        describe(&file(&arguments.plugin, &search)?, &search, &config(&arguments.set)?)?
     } else {
-        ask_child(&file, &arguments.set)?
+        ask(&arguments.plugin, &arguments.set)?
     };
     if arguments.json || arguments.in_process {
         let text = serde_json::to_string_pretty(&report).map_err(|error| Failure::plugin(error.to_string()))?;
         return print(&format!("{text}\n"));
     }
     print(&human(&report))
+}
+
+/// What a second process says of the plugin with this file or name.
+pub(super) fn ask(plugin: &str, set: &[String]) -> Result<Report> {
+    ask_child(&file(plugin, &Search::standard(Vec::new()))?, set)
+}
+
+fn file(plugin: &str, search: &Search) -> Result<PluginFile> {
+    let named_file = Path::new(plugin);
+    if named_file.is_file() { Ok(PluginFile::new(named_file)) } else { search.find(plugin).map_err(Failure::from) }
 }
 
 /// `--set` values as a provider's configuration.

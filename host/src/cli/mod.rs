@@ -12,6 +12,7 @@ mod generate;
 mod inspect;
 mod model;
 mod plan;
+mod schema;
 mod summary;
 mod train;
 
@@ -51,6 +52,7 @@ fn run(arguments: Arguments) -> Result<()> {
         Command::Eval(arguments) => eval::run(arguments),
         Command::Generate(arguments) => generate::run(arguments),
         Command::Inspect(arguments) => inspect::run(arguments),
+        Command::Schema(arguments) => schema::run(arguments),
         Command::Bench(arguments) => bench::run(arguments),
         Command::Doctor(arguments) => doctor::run(arguments),
     }
@@ -58,6 +60,10 @@ fn run(arguments: Arguments) -> Result<()> {
 
 /// The plugins a recipe lists, and those its modules need.
 fn plugins(recipe: &Recipe) -> Result<PluginSet> {
+    if let Some(gone) = recipe.plugins.iter().find(|file| !file.path.exists()) {
+        return Err(Failure::plugin(format!("the recipe lists plugin {}, which does not exist", gone.path.display()))
+            .remedy("correct `plugins`, or build the plugin"));
+    }
     let listed = recipe.plugins.iter().map(|file| PluginFile {
         path: file.path.clone(),
         sha256: file.sha256.clone(),

@@ -17,14 +17,7 @@ pub(super) fn explain(error: figment::Error, layers: &Layers) -> Failure {
         None => name.to_string(),
     };
     match error.kind {
-        Kind::UnknownField(name, _) => {
-            let key = at(&name);
-            Failure::recipe(format!(
-                "{}: unknown key `{key}`; the nearest known key is `{}`",
-                layers.place(&key),
-                nearest_key(&key, &layers.known_keys())
-            ))
-        }
+        Kind::UnknownField(name, known) => unknown(&at(&name), layers, known),
         Kind::MissingField(name) => required(&at(&name), layers),
         Kind::InvalidType(Actual::Unit, _) if path != "modules" => required(&path, layers),
         Kind::InvalidType(actual, expected) | Kind::InvalidValue(actual, expected) => Failure::recipe(format!(
@@ -50,6 +43,20 @@ pub(super) fn explain(error: figment::Error, layers: &Layers) -> Failure {
             Failure::recipe(format!("{}: {value}{other}", layers.place(&path)))
         }
     }
+}
+
+/// `known`: the keys that may stand in its place, where defaults.yaml does not state them.
+pub(super) fn unknown(key: &str, layers: &Layers, known: &[&str]) -> Failure {
+    let section = key.rsplit_once('.').map(|(section, _)| format!("{section}.")).unwrap_or_default();
+    let all = match known {
+        [] => layers.known_keys(),
+        known => known.iter().rev().map(|name| format!("{section}{name}")).collect(),
+    };
+    Failure::recipe(format!(
+        "{}: unknown key `{key}`; the nearest known key is `{}`",
+        layers.place(key),
+        nearest_key(key, &all)
+    ))
 }
 
 fn required(key: &str, layers: &Layers) -> Failure {

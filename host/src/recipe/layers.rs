@@ -13,13 +13,13 @@ use std::fmt;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-const DEFAULTS: &str = include_str!("defaults.yaml");
+pub(super) const DEFAULTS: &str = include_str!("defaults.yaml");
 
 /// Largest recipe file; larger ones are something else.
 const MAX_BYTES: usize = 1 << 20;
 
 /// The defaults' entry that describes one element of `modules`.
-const MODULE_TEMPLATE: &str = "module";
+pub(super) const MODULE_TEMPLATE: &str = "module";
 
 /// Who wrote a value.
 #[derive(Clone, Debug, PartialEq)]
@@ -90,6 +90,7 @@ impl Layers {
         let unreadable = |error: std::io::Error| {
             let place = named_by.as_ref().map(|place| format!("{place}: ")).unwrap_or_default();
             Failure::recipe(format!("{place}cannot read recipe {}: {error}", path.display()))
+                .remedy("name a YAML file that is there and may be read")
         };
         let identity = path.canonicalize().map_err(unreadable)?;
         if reading.open.contains(&identity) {
@@ -121,10 +122,11 @@ impl Layers {
             // The parser's advice to its own caller and its copy of the location are left out.
             let message = full.lines().next().unwrap_or("");
             let message = message.split(", set ").next().and_then(|m| m.split(" at line ").next()).unwrap_or(message);
-            Failure::recipe(format!("{}{line}: not a YAML mapping: {}", name_of(path), plain_words(message)))
+            Failure::recipe(format!("{}{line}: bad YAML: {}", name_of(path), plain_words(message)))
         };
         if text.trim().is_empty() {
-            return Err(Failure::recipe(format!("recipe {} is empty", name_of(path))));
+            return Err(Failure::recipe(format!("recipe {} is empty", name_of(path)))
+                .remedy("state at least name, modules, data, train and optimizer"));
         }
         let mut values: Dict = serde_saphyr::from_str(text).map_err(syntax)?;
         let mut keys = BTreeMap::new();
@@ -196,7 +198,35 @@ impl Layers {
 
     /// The merged tree as a typed recipe.
     pub(super) fn extract(&self, merged: &Dict) -> Result<Recipe> {
+        // A misspelt key first: what it should have been is then missing.
+        if let Some(key) = self.unknown_key(merged) {
+            return Err(error::unknown(&key, self, &[]));
+        }
         Value::Dict(Tag::Default, merged.clone()).deserialize().map_err(|error| error::explain(error, self))
+    }
+
+    /// The first key of the merged tree that defaults.yaml has not, as far as it states what there is.
+    fn unknown_key(&self, merged: &Dict) -> Option<String> {
+        fn within(values: &Dict, known: &Dict, prefix: &str) -> Option<String> {
+            values.iter().find_map(|(name, value)| match (known.get(name), value) {
+                (None, _) => Some(format!("{prefix}{name}")),
+                // An empty mapping is one of free keys.
+                (Some(Value::Dict(_, known)), Value::Dict(_, values)) if !known.is_empty() => {
+                    within(values, known, &format!("{prefix}{name}."))
+                }
+                _ => None,
+            })
+        }
+        let modules = match merged.get("modules") {
+            Some(Value::Dict(_, modules)) => Some(modules),
+            _ => None,
+        };
+        within(merged, &self.layers[0].values, "").or_else(|| {
+            modules.into_iter().flatten().find_map(|(name, module)| match module {
+                Value::Dict(_, module) => within(module, &self.module_template, &format!("modules.{name}.")),
+                _ => None,
+            })
+        })
     }
 
     /// Who last wrote `key` (dotted path).
@@ -259,14 +289,20 @@ impl Origin {
     }
 }
 
-/// The parser's refusals that speak of its own interface, in the user's words.
-fn plain_words(message: &str) -> &str {
+/// The parser's refusals in the user's words.
+fn plain_words(message: &str) -> String {
     let known = [
         ("multiple YAML documents", "the file holds several YAML documents (`---`), expected one"),
         ("budget breached", "the file is too large or its aliases multiply beyond reason"),
         ("recursive references", "an alias (`*name`) stands inside the value that it repeats"),
+        ("expected mapping start", "expected keys with values (`name: ...`) at the outermost level"),
+        ("tabs disallowed", "a tab in the indentation, expected spaces"),
+        ("non-finite float", "NaN and infinity are no values of a recipe"),
     ];
-    known.iter().find(|(theirs, _)| message.contains(theirs)).map_or(message, |(_, ours)| ours)
+    if let Some(key) = message.strip_prefix("duplicate mapping key: ") {
+        return format!("the key `{key}` stands here a second time");
+    }
+    known.iter().find(|(theirs, _)| message.contains(theirs)).map_or(message, |(_, ours)| ours).to_string()
 }
 
 /// A file's text, or why it is none that a recipe could be.

@@ -2,9 +2,11 @@
 //!
 //! `defaults.yaml` states every key once, with its default and meaning; `layers.rs` reads and merges the layers and
 //! knows which file, line, variable or option a key came from; `schema.rs` holds the typed, immutable result;
-//! `validate.rs` checks what types cannot; `error.rs` words the refusals, and `place.rs` finds the keys that others refuse. May depend on nothing but `failure`;
+//! `validate.rs` checks what types cannot; `error.rs` words the refusals, `place.rs` finds the keys that others
+//! refuse, and `editor.rs` tells editors what there is. May depend on nothing but `failure`;
 //! knows no model, mesh or device.
 
+pub mod editor;
 mod error;
 mod layers;
 mod place;

@@ -31,12 +31,20 @@ impl Recipe {
         let Some(layers) = self.places.0.as_ref().filter(|_| failure.cause == Cause::Recipe) else { return failure };
         let sentence = match self.of_provider(&failure.sentence, layers) {
             Some(sentence) => sentence,
-            None => match first_key(&failure.sentence, layers) {
+            None => match self.first_key(&failure.sentence, layers) {
                 Some(key) => format!("{}: {}", layers.place(&key), failure.sentence),
                 None => return failure,
             },
         };
         Failure { sentence, ..failure }
+    }
+
+    /// The first word of a sentence that is a key somebody wrote, in full or without the module that it belongs to.
+    fn first_key(&self, sentence: &str, layers: &Layers) -> Option<String> {
+        words(sentence).filter(|word| word.contains('.')).find_map(|word| {
+            let of_modules = self.modules.keys().map(|name| format!("modules.{name}.{word}"));
+            std::iter::once(word.to_string()).chain(of_modules).find(|key| written(key, layers))
+        })
     }
 
     /// A provider's sentence `NAME: config.key: why` or `NAME: why`, in the words of the recipe.
@@ -108,12 +116,6 @@ fn written(key: &str, layers: &Layers) -> bool {
     !matches!(layers.origin_of(key), None | Some(Origin::Defaults))
 }
 
-/// The first word of a sentence that is a key somebody wrote.
-fn first_key(sentence: &str, layers: &Layers) -> Option<String> {
-    let mut keys = words(sentence).filter(|word| word.contains('.'));
-    keys.find(|key| written(key, layers)).map(str::to_string)
-}
-
 #[cfg(test)]
 mod tests {
     use super::super::{Overrides, Recipe};
@@ -173,6 +175,7 @@ train: {steps: 1, seq_length: 4, global_batch_size: 3}
         "modules.lm.grid.cp is 2; this version supports 1 only",
         "recipe:8:12: modules.lm.grid.cp is 2; this version supports 1 only"
     )]
+    #[case("axis heads: grid.cp = 2 does not divide it", "recipe:8:12: axis heads: grid.cp = 2 does not divide it")]
     #[case("nothing of any key", "nothing of any key")]
     fn refusals_of_others_name_the_place(#[case] said: &str, #[case] expected: &str) {
         let overrides = Overrides {

@@ -9,7 +9,7 @@ use std::fmt;
 use std::path::PathBuf;
 
 /// A whole recipe, merged, validated, immutable.
-#[derive(Clone, Debug, serde::Deserialize)]
+#[derive(Clone, Debug, serde::Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Recipe {
     pub(crate) name: String,
@@ -39,21 +39,21 @@ pub struct PluginFile {
     pub(crate) sha256: Option<String>,
 }
 
-#[derive(Clone, Debug, serde::Deserialize)]
+#[derive(Clone, Debug, serde::Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Run {
     pub(crate) dir: Option<PathBuf>,
 }
 
 /// What the arithmetic runs on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Device {
     Cpu,
 }
 
 /// An entry of `modules`.
-#[derive(Clone, Debug, serde::Deserialize)]
+#[derive(Clone, Debug, serde::Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Module {
     pub(crate) provider: String,
@@ -66,7 +66,7 @@ pub(crate) struct Module {
 }
 
 /// A module's process grid. Base view (tp, cp, dp, pp) with tp fastest; expert view (etp, ep, rest, pp).
-#[derive(Clone, Debug, PartialEq, Eq, serde::Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, serde::Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Grid {
     pub(crate) tp: usize,
@@ -81,7 +81,7 @@ pub(crate) struct Grid {
     pub(crate) sequence_parallel: bool,
 }
 
-#[derive(Clone, Debug, serde::Deserialize)]
+#[derive(Clone, Debug, serde::Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Elastify {
     pub(crate) provider: String,
@@ -89,7 +89,7 @@ pub(crate) struct Elastify {
     pub(crate) config: serde_json::Map<String, serde_json::Value>,
 }
 
-#[derive(Clone, Debug, serde::Deserialize)]
+#[derive(Clone, Debug, serde::Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Data {
     pub(crate) paths: Vec<PathBuf>,
@@ -105,14 +105,14 @@ pub(crate) struct Data {
     pub(crate) synthetic: Option<Synthetic>,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Tokenizer {
     Bytes,
 }
 
 /// A made-up corpus for tests and benchmarks.
-#[derive(Clone, Debug, PartialEq, Eq, serde::Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, serde::Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Synthetic {
     #[serde(default)]
@@ -126,7 +126,7 @@ pub(crate) struct Synthetic {
 }
 
 /// What there is to learn in a made-up corpus; `data/synthetic.rs` describes each.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Task {
     Uniform,
@@ -136,7 +136,7 @@ pub enum Task {
     Induction,
 }
 
-#[derive(Clone, Debug, serde::Deserialize)]
+#[derive(Clone, Debug, serde::Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Train {
     pub(crate) steps: u64,
@@ -157,7 +157,7 @@ pub(crate) struct Train {
 }
 
 /// Text written at the end of a run.
-#[derive(Clone, Debug, PartialEq, serde::Deserialize)]
+#[derive(Clone, Debug, PartialEq, serde::Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Sample {
     pub(crate) prompt: String,
@@ -168,7 +168,7 @@ pub(crate) struct Sample {
 }
 
 /// What to do with a step whose numbers are not finite or whose loss is a spike.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum OnNonfinite {
     Stop,
@@ -176,7 +176,7 @@ pub enum OnNonfinite {
 }
 
 /// Arithmetic of forward and backward; parameters and optimizer state are at least fp32.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Precision {
     Fp32,
@@ -184,7 +184,7 @@ pub enum Precision {
     Bf16,
 }
 
-#[derive(Clone, Debug, serde::Deserialize)]
+#[derive(Clone, Debug, serde::Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Optimizer {
     pub(crate) kind: OptimizerKind,
@@ -198,7 +198,7 @@ pub(crate) struct Optimizer {
 }
 
 /// An entry of `optimizer.multipliers`.
-#[derive(Clone, Debug, PartialEq, serde::Deserialize)]
+#[derive(Clone, Debug, PartialEq, serde::Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Multiplier {
     /// Glob over parameter names.
@@ -212,14 +212,14 @@ pub struct Multiplier {
     pub(crate) weight_decay: Option<f64>,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum OptimizerKind {
     Adamw,
     Adam,
 }
 
-#[derive(Clone, Debug, serde::Deserialize)]
+#[derive(Clone, Debug, serde::Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Schedule {
     pub(crate) kind: ScheduleKind,
@@ -235,7 +235,7 @@ pub(crate) struct Schedule {
 }
 
 /// Shape of the learning rate after the warm-up.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ScheduleKind {
     Constant,
@@ -247,7 +247,7 @@ pub enum ScheduleKind {
 }
 
 /// Shape of the last phase of warm-up-stable-decay.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum WsdDecay {
     Linear,
@@ -257,7 +257,7 @@ pub enum WsdDecay {
 }
 
 /// Shape of the weight decay over the steps.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum WeightDecayKind {
     Constant,
@@ -265,7 +265,7 @@ pub enum WeightDecayKind {
     Cosine,
 }
 
-#[derive(Clone, Debug, serde::Deserialize)]
+#[derive(Clone, Debug, serde::Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Checkpoint {
     pub(crate) every: u64,
@@ -277,14 +277,14 @@ pub(crate) struct Checkpoint {
     pub(crate) keep_best: bool,
 }
 
-#[derive(Clone, Debug, serde::Deserialize)]
+#[derive(Clone, Debug, serde::Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Log {
     pub(crate) level: LogLevel,
     pub(crate) tensorboard: bool,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum LogLevel {
     Error,
@@ -292,6 +292,33 @@ pub enum LogLevel {
     Info,
     Debug,
     Trace,
+}
+
+impl schemars::JsonSchema for PluginFile {
+    fn schema_name() -> std::borrow::Cow<'static, str> {
+        "PluginFile".into()
+    }
+
+    fn json_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
+        schemars::json_schema!({
+            "anyOf": [
+                {"type": "string", "description": "a file or folder"},
+                {
+                    "type": "object",
+                    "properties": {
+                        "path": {"type": "string"},
+                        "sha256": {
+                            "type": ["string", "null"],
+                            "pattern": "^[0-9a-fA-F]{64}$",
+                            "description": "hash the file must have"
+                        }
+                    },
+                    "required": ["path"],
+                    "additionalProperties": false
+                }
+            ]
+        })
+    }
 }
 
 impl<'de> Deserialize<'de> for PluginFile {

@@ -101,7 +101,7 @@ fn resolved_recipe_loads_to_the_same() {
     "recipe:14:7: `log.level` is `dbug`, expected one of error, warn, info, debug, trace; the nearest is `debug`"
 )]
 #[case("run: 5\n", "recipe:14:1: `run` is `5`, expected a mapping")]
-#[case("train: {}\n", "recipe:14:1: not a YAML mapping: duplicate mapping key: train")]
+#[case("train: {}\n", "recipe:14:1: bad YAML: the key `train` stands here a second time")]
 fn bad_text_is_refused_with_its_line(#[case] more: &str, #[case] sentence: &str) {
     let failure = Recipe::parse(&format!("{GOOD}{more}"), &Overrides::default()).unwrap_err();
     assert_eq!((failure.sentence.as_str(), failure.exit_status()), (sentence, 2));
@@ -195,7 +195,7 @@ fn bad_text_is_refused_with_its_line(#[case] more: &str, #[case] sentence: &str)
 #[case("checkpoint.keep_best=true", "expected a multiple of `train.eval_every` (0)")]
 #[case("name=a/b", "`name` is `a/b`")]
 #[case("plugins=[{path: x, sha256: ab}]", "`plugins.0.sha256` is `ab`, expected 64 hexadecimal digits")]
-#[case("plugins=[{file: x}]", "unknown key `plugins.0.file`")]
+#[case("plugins=[{file: x}]", "unknown key `plugins.0.file`; the nearest known key is `plugins.0.path`")]
 #[case("train", "expected key.path=value")]
 #[case("train..steps=1", "empty part in key `train..steps`")]
 fn bad_override_is_refused_by_name(#[case] assignment: &str, #[case] part: &str) {
@@ -248,6 +248,13 @@ fn misspelt_variable_is_named() {
     let overrides = Overrides { environment: vec![("GANTRY_TRAIN__STEPZ".into(), "1".into())], set: Vec::new() };
     let failure = Recipe::parse(GOOD, &overrides).unwrap_err();
     assert!(failure.sentence.starts_with("environment variable GANTRY_TRAIN__STEPZ: unknown key `train.stepz`"));
+}
+
+/// The misspelt key is named, not the one that is missing for it.
+#[test]
+fn misspelt_required_key_is_named() {
+    let failure = Recipe::parse(&GOOD.replace("  steps: 10", "  stepz: 10"), &Overrides::default()).unwrap_err();
+    assert_eq!(failure.sentence, "recipe:9:3: unknown key `train.stepz`; the nearest known key is `train.steps`");
 }
 
 #[test]

@@ -138,7 +138,7 @@ impl Check<'_> {
         })?;
         let named = !recipe.data.valid_paths.is_empty();
         self.ensure(held == 0.0 || !named, "data.valid_paths", || {
-            "`data.valid_fraction` and `data.valid_paths` exclude each other".into()
+            "`data.valid_fraction` and `data.valid_paths` exclude each other; leave one of them out".into()
         })?;
         let order = recipe.data.ngram_order;
         self.at_most("data.ngram_order", order, MAX_NGRAM_ORDER)?;
@@ -148,7 +148,7 @@ impl Check<'_> {
         self.at_most("data.prefetch", recipe.data.prefetch, MAX_PREFETCH)?;
         let made_up = recipe.data.synthetic.is_some();
         self.ensure(!(made_up && named), "data.valid_paths", || {
-            "`data.synthetic` and `data.valid_paths` exclude each other".into()
+            "`data.synthetic` and `data.valid_paths` exclude each other; leave one of them out".into()
         })?;
         self.ensure(!(made_up && recipe.data.tracked_only), "data.tracked_only", || {
             "`data.tracked_only` has no effect with `data.synthetic`".into()
@@ -158,9 +158,10 @@ impl Check<'_> {
                 let sentence = "neither `data.paths` nor `data.synthetic` is given".to_string();
                 Err(self.refuse("data", sentence).remedy("name text files or folders in data.paths"))
             }
-            (Some(_), false) => {
-                Err(self.refuse("data.synthetic", "`data.synthetic` and `data.paths` exclude each other".into()))
-            }
+            (Some(_), false) => Err(self.refuse(
+                "data.synthetic",
+                "`data.synthetic` and `data.paths` exclude each other; leave one of them out".into(),
+            )),
             (None, false) => Ok(()),
             (Some(synthetic), true) => {
                 let vocab = synthetic.vocab;
