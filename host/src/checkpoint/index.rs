@@ -25,6 +25,9 @@ pub struct Index {
     pub consumed_samples: u64,
     /// Shards by file name.
     pub files: BTreeMap<String, FileEntry>,
+    /// Files for the reader of the folder, by name; no part of the state.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub notes: BTreeMap<String, FileEntry>,
     /// In the order they were written.
     pub tensors: Vec<TensorEntry>,
     /// Providers that declared the model.
@@ -101,6 +104,9 @@ pub struct TensorEntry {
 pub struct PluginEntry {
     pub name: String,
     pub version: String,
+    /// Where it was loaded from.
+    #[serde(default)]
+    pub path: String,
     /// Of the plugin's file, 64 hexadecimal digits.
     pub sha256: String,
 }

@@ -2,7 +2,7 @@
 
 use super::index::{FORMAT, INDEX_FILE, VERSION, digest};
 use super::store::step_of;
-use super::{Index, LogicalTensor, Store, TensorData, TensorEntry, hexadecimal, map};
+use super::{ElementType, Index, LogicalTensor, Store, TensorData, TensorEntry, hexadecimal, map};
 use crate::failure::{Failure, Result};
 use memmap2::Mmap;
 use rayon::prelude::*;
@@ -12,6 +12,9 @@ use sha2::{Digest, Sha256};
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+
+/// Problems shown below the first.
+const SHOWN: usize = 8;
 
 /// An open, verified checkpoint.
 #[derive(Debug)]
@@ -41,6 +44,9 @@ impl CheckpointReader {
             .par_iter()
             .map(|(file, entry)| Ok((file.clone(), open_shard(folder, file, entry.bytes, &entry.sha256)?)))
             .collect::<Result<BTreeMap<_, _>>>()?;
+        for (file, entry) in &index.notes {
+            open_shard(folder, file, entry.bytes, &entry.sha256)?;
+        }
         let (folder, by_name, taken) = (folder.to_path_buf(), HashMap::new(), HashSet::new());
         let mut reader = CheckpointReader { folder, index, maps, by_name, taken };
         reader.by_name = reader.check_headers()?;
@@ -58,6 +64,50 @@ impl CheckpointReader {
     /// Name, shape and type of a tensor, if the checkpoint has it.
     pub fn entry(&self, name: &str) -> Option<&TensorEntry> {
         self.by_name.get(name).map(|place| &self.index.tensors[place.entry])
+    }
+
+    /// Checks, before anything is read, that the checkpoint has what a model takes and nothing else: names, shapes, and the
+    /// element type unless it may be converted. Tensors that `may_stay` allows need not be taken.
+    pub fn expect(
+        &self,
+        wanted: &[(String, Vec<usize>)],
+        ty: Option<ElementType>,
+        may_stay: impl Fn(&str) -> bool,
+    ) -> Result<()> {
+        let (mut wrong, mut missing) = (Vec::new(), Vec::new());
+        for (name, shape) in wanted {
+            let Some(entry) = self.entry(name) else {
+                missing.push(format!("tensor {name} is missing"));
+                continue;
+            };
+            let needed = ty.map_or(entry.dtype.as_str(), |ty| ty.name());
+            if &entry.shape != shape {
+                wrong.push(format!("tensor {name} has shape {:?}, the model needs {shape:?}", entry.shape));
+            } else if entry.dtype != needed {
+                wrong.push(format!("tensor {name} has type {}, the model needs {needed}", entry.dtype));
+            }
+        }
+        let types_only =
+            !wrong.is_empty() && missing.is_empty() && wrong.iter().all(|what| what.contains(" has type "));
+        let names: HashSet<&str> = wanted.iter().map(|(name, _)| name.as_str()).collect();
+        let unused = |tensor: &&TensorEntry| !names.contains(tensor.name.as_str()) && !may_stay(&tensor.name);
+        let unused = self.index.tensors.iter().filter(unused);
+        let unused = unused.map(|tensor| format!("tensor {} is not used by the model", tensor.name));
+        let problems: Vec<String> = wrong.into_iter().chain(missing).chain(unused).collect();
+        let Some((first, rest)) = problems.split_first() else { return Ok(()) };
+        let mut failure = self.refuse(first.clone());
+        for line in rest.iter().take(SHOWN) {
+            failure = failure.detail(line);
+        }
+        if rest.len() > SHOWN {
+            failure = failure.detail(format!("and {} more", rest.len() - SHOWN));
+        }
+        Err(failure.remedy(if types_only {
+            "set train.precision as in the run that wrote it (fp32: F32, fp64: F64), or begin a new run from the \
+             parameters with modules.NAME.load, which converts them"
+        } else {
+            "the model of the recipe is not the one that was saved; compare with recipe.resolved.yaml of that run"
+        }))
     }
 
     /// Reads a tensor that must have `shape`. Each tensor can be taken once.
@@ -89,6 +139,12 @@ impl CheckpointReader {
                 .refuse(format!("tensor {first} and {} more are not used by the model", rest.len()))
                 .remedy("the model of the recipe is not the one that was saved")),
         }
+    }
+
+    /// The name of the run that wrote it, if its recipe says so.
+    pub fn run_name(&self) -> Option<String> {
+        let recipe: serde_json::Value = serde_saphyr::from_str(self.index.extra["recipe"].as_str()?).ok()?;
+        Some(recipe["name"].as_str()?.to_string())
     }
 
     fn refuse(&self, what: String) -> Failure {

@@ -19,7 +19,8 @@ fn tensors() -> Vec<LogicalTensor> {
 fn save(store: &Store, step: u64, keep_last: usize) -> PathBuf {
     let mut writer = store.begin(step).unwrap().with_shard_bytes(30);
     writer.add_all(tensors().into_iter().map(Ok)).unwrap();
-    let plugins = vec![PluginEntry { name: "p".into(), version: "1.0.0".into(), sha256: "ab".into() }];
+    let plugins =
+        vec![PluginEntry { name: "p".into(), version: "1.0.0".into(), path: "/p.so".into(), sha256: "ab".into() }];
     let meta =
         Meta { step, consumed_samples: step * 8, plugins, extra: serde_json::json!({"tau": 0.5}), ..Meta::default() };
     store.commit(writer, meta, Keep::newest(keep_last)).unwrap()
@@ -292,4 +293,32 @@ fn a_path_stands_for_a_checkpoint() {
     assert_eq!(locate(&checkpoints.join("best")).unwrap(), checkpoints.join("step-00000001"));
     let other = root.path().join("other");
     assert_eq!(locate(&other).unwrap(), other);
+}
+
+#[test]
+fn all_that_does_not_fit_is_named_at_once() {
+    let (_root, store) = store();
+    let reader = CheckpointReader::open(&save(&store, 1, 2)).unwrap();
+    let wanted = |names: &[(&str, &[usize])]| -> Vec<(String, Vec<usize>)> {
+        names.iter().map(|(name, shape)| (name.to_string(), shape.to_vec())).collect()
+    };
+    let moments = |name: &str| name.starts_with("optimizer.");
+    let fits = wanted(&[("decoder.w", &[2, 3]), ("scalar", &[]), ("empty", &[0, 4])]);
+    reader.expect(&fits, None, moments).unwrap();
+    reader.expect(&fits, Some(ElementType::F32), moments).unwrap();
+    let failure = reader.expect(&fits, Some(ElementType::F64), moments).unwrap_err();
+    assert!(failure.sentence.ends_with("tensor decoder.w has type F32, the model needs F64"), "{failure}");
+    assert_eq!(failure.details.len(), 2);
+    assert!(failure.remedy.unwrap().starts_with("set train.precision as in the run"));
+    let other = wanted(&[("decoder.w", &[3, 2]), ("scalar", &[]), ("more", &[7])]);
+    let failure = reader.expect(&other, None, |_| false).unwrap_err();
+    assert!(failure.sentence.ends_with("tensor decoder.w has shape [2, 3], the model needs [3, 2]"), "{failure}");
+    let rest = [
+        "tensor more is missing",
+        "tensor optimizer.exp_avg.decoder.w is not used by the model",
+        "tensor empty is not used by the model",
+    ];
+    assert_eq!(failure.details, rest);
+    let many: Vec<_> = (0..20).map(|i| (format!("w{i}"), vec![1])).collect();
+    assert_eq!(reader.expect(&many, None, |_| true).unwrap_err().details.last().unwrap(), "and 11 more");
 }

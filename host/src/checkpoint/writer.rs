@@ -2,9 +2,10 @@
 
 use super::index::{FORMAT, INDEX_FILE, VERSION, digest};
 use super::shard::{self, Part};
-use super::{FileEntry, Index, LogicalTensor, PluginEntry, TensorEntry};
+use super::{FileEntry, Index, LogicalTensor, PluginEntry, TensorEntry, hexadecimal};
 use crate::failure::{Failure, Result};
 use safetensors::Dtype;
+use sha2::{Digest, Sha256};
 use std::collections::{BTreeMap, HashSet};
 use std::fs::{self, File};
 use std::io::Write;
@@ -21,6 +22,8 @@ pub struct Meta {
     pub plugins: Vec<PluginEntry>,
     /// Held-out loss of the step, if it was taken; nats per token.
     pub valid_loss: Option<f64>,
+    /// Files to lie beside the shards: (name, contents).
+    pub notes: Vec<(String, String)>,
     pub extra: serde_json::Value,
 }
 
@@ -143,12 +146,19 @@ impl CheckpointWriter {
         if !self.pending.is_empty() {
             self.write_pending()?;
         }
+        let mut notes = BTreeMap::new();
+        for (name, text) in meta.notes {
+            write_synced(&self.folder.join(&name), text.as_bytes())?;
+            let sha256 = hexadecimal(&Sha256::digest(&text));
+            notes.insert(name, FileEntry { bytes: text.len() as u64, sha256 });
+        }
         let mut index = Index {
             format: FORMAT.into(),
             version: VERSION,
             step: meta.step,
             consumed_samples: meta.consumed_samples,
             files: std::mem::take(&mut self.files),
+            notes,
             tensors: std::mem::take(&mut self.tensors),
             plugins: meta.plugins,
             valid_loss: meta.valid_loss.filter(|loss| loss.is_finite()),

@@ -19,16 +19,17 @@ pub(super) fn run(arguments: args::Train) -> Result<()> {
         last_step: arguments.steps,
         profile: arguments.profile,
     };
-    let recipe = arguments.recipe.load(arguments.run_dir)?;
+    let mut recipe = arguments.recipe.load(arguments.run_dir)?;
     let signals = StopSignals::catch()?;
     let progress = Progress::new();
     let folder = RunFolder::open(&recipe.run_dir())?;
     start_logging(recipe.log.level, &folder.log(), &progress)?;
     let plugins = super::plugins(&recipe)?;
+    let ranks = arguments.ranks.map(|n| n as usize);
+    engine::state_grid(&mut recipe, &plugins, ranks).map_err(|failure| recipe.locate(failure))?;
     let mut start = train::start(&recipe, &folder, &options)?;
     start.hooks = HookSet::create(&recipe, &plugins).map_err(|failure| recipe.locate(failure))?;
-    let mut engine = engine::create(&recipe, plugins, arguments.ranks.map(|n| n as usize))
-        .map_err(|failure| recipe.locate(failure))?;
+    let mut engine = engine::create(&recipe, plugins, ranks).map_err(|failure| recipe.locate(failure))?;
     signals.loop_begins();
     let outcome = train::run(&recipe, engine.as_mut(), &folder, start, &options, &progress, &signals.stop);
     progress.end();

@@ -65,6 +65,18 @@ impl Recipe {
         &self.resolved
     }
 
+    /// States a grid's data-parallel size that was left open, in the resolved recipe too.
+    pub fn state_dp(&mut self, module: &str, dp: usize) -> Result<()> {
+        let failed =
+            |error: &dyn std::fmt::Display| Failure::recipe(format!("cannot write the resolved recipe: {error}"));
+        let Some(entry) = self.modules.get_mut(module) else { return Ok(()) };
+        let mut tree: serde_json::Value = serde_saphyr::from_str(&self.resolved).map_err(|error| failed(&error))?;
+        tree["modules"][module]["grid"]["dp"] = dp.into();
+        entry.grid.dp = Some(dp);
+        self.resolved = serde_saphyr::to_string(&tree).map_err(|error| failed(&error))?;
+        Ok(())
+    }
+
     /// The run folder: `run.dir`, or `runs/NAME` under the working folder.
     pub fn run_dir(&self) -> PathBuf {
         self.run.dir.clone().unwrap_or_else(|| Path::new("runs").join(&self.name))

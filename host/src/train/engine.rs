@@ -29,6 +29,16 @@ pub fn spec(recipe: &Recipe, plugins: PluginSet, ranks: Option<usize>) -> Result
             modules.len()
         )));
     };
+    let hooked = recipe.modules.iter().filter(|(_, module)| hooks(&module.provider));
+    for (hook, of_hook) in hooked {
+        let keys = [("load", of_hook.load.is_some()), ("freeze", of_hook.freeze)];
+        if let Some((key, _)) = keys.into_iter().find(|(_, given)| *given) {
+            return Err(Error::recipe(format!(
+                "modules.{hook}.{key} has no effect: {} is a provider of hooks and has no parameters",
+                of_hook.provider
+            )));
+        }
+    }
     let grid = &module.grid;
     let unsupported = [("cp", grid.cp, 1), ("ep", grid.ep, 1), ("offset", grid.offset, 0)];
     if let Some((key, value, only)) = unsupported.into_iter().find(|(_, value, only)| value != only) {
@@ -109,6 +119,16 @@ pub fn spec(recipe: &Recipe, plugins: PluginSet, ranks: Option<usize>) -> Result
     })
 }
 
+/// States how many replicas a run has where its recipe leaves it to the number of ranks, so that the resolved recipe alone
+/// says it.
+pub fn state_grid(recipe: &mut Recipe, plugins: &PluginSet, ranks: Option<usize>) -> Result<()> {
+    let dp = spec(recipe, plugins.clone(), ranks)?.grid.dp;
+    let hooks = |provider: &str| plugins.kind(provider) == Some(ProviderKind::Hooks);
+    let open = recipe.modules.iter().filter(|(_, module)| !hooks(&module.provider) && module.grid.dp.is_none());
+    let names: Vec<String> = open.map(|(name, _)| name.clone()).collect();
+    names.iter().try_for_each(|name| recipe.state_dp(name, dp))
+}
+
 /// The settings of Adam in a recipe.
 pub fn adam(recipe: &Recipe) -> AdamConfig {
     let optimizer = &recipe.optimizer;
@@ -136,7 +156,12 @@ fn plugin_entries(plugins: &PluginSet) -> Vec<PluginEntry> {
     plugins
         .plugins()
         .iter()
-        .map(|p| PluginEntry { name: p.name.clone(), version: p.version.clone(), sha256: file_hash(&p.path) })
+        .map(|p| PluginEntry {
+            name: p.name.clone(),
+            version: p.version.clone(),
+            path: p.path.display().to_string(),
+            sha256: file_hash(&p.path),
+        })
         .collect()
 }
 
@@ -174,18 +199,30 @@ impl<T: Element> TeamEngine<T> {
         Ok(TeamEngine { team, module, batches, adam: adam(recipe), micro_batches, seq_length, plugins })
     }
 
-    fn load_kinds(&self, reader: &mut CheckpointReader, kinds: &[Kind]) -> Result<()> {
+    /// Fills every tensor of the kinds. Every tensor of the checkpoint must be of one of them, or `may_stay` allow it; of
+    /// the type `ty`, if it must not be converted.
+    fn load_kinds(
+        &self,
+        reader: &mut CheckpointReader,
+        kinds: &[Kind],
+        ty: Option<ElementType>,
+        may_stay: fn(&str) -> bool,
+    ) -> Result<()> {
+        let mut wanted = Vec::new();
         for &kind in kinds {
-            for (index, parts) in self.team.entries(kind)?.into_iter().enumerate() {
-                if parts.is_empty() {
-                    continue;
-                }
-                let mut values = Vec::new();
-                for (name, shape) in parts {
-                    values.extend(reader.take(&format!("{}{name}", kind.prefix()), &shape)?.data.into_f64());
-                }
-                self.team.scatter(kind, index, values)?;
+            for (index, mut parts) in self.team.entries(kind)?.into_iter().enumerate() {
+                parts.iter_mut().for_each(|(name, _)| name.insert_str(0, kind.prefix()));
+                wanted.push((kind, index, parts));
             }
+        }
+        let all: Vec<_> = wanted.iter().flat_map(|(_, _, parts)| parts).cloned().collect();
+        reader.expect(&all, ty, may_stay)?;
+        for (kind, index, parts) in wanted.into_iter().filter(|(_, _, parts)| !parts.is_empty()) {
+            let mut values = Vec::new();
+            for (name, shape) in parts {
+                values.extend(reader.take(&name, &shape)?.data.into_f64());
+            }
+            self.team.scatter(kind, index, values)?;
         }
         Ok(())
     }
@@ -283,11 +320,11 @@ impl<T: Element> Engine for TeamEngine<T> {
     }
 
     fn load(&mut self, reader: &mut CheckpointReader) -> Result<()> {
-        self.load_kinds(reader, &KINDS)
+        self.load_kinds(reader, &KINDS, Some(ElementType::of_bytes(T::BYTES)), |_| false)
     }
 
     fn load_weights(&mut self, reader: &mut CheckpointReader) -> Result<()> {
-        self.load_kinds(reader, &[Kind::Params, Kind::Buffers])
+        self.load_kinds(reader, &[Kind::Params, Kind::Buffers], None, |name| name.starts_with("optimizer."))
     }
 
     fn evaluate(&mut self, step: u64, batches: Vec<Batch>) -> Result<LossSums> {

@@ -2,9 +2,10 @@
 //!
 //! Opening takes the lock and removes what torn saves left; results of earlier runs are touched by
 //! [`RunFolder::begin`] alone, when everything else about the new run has been checked. Nothing is thrown away there:
-//! what does not belong to the run that begins goes to `checkpoints.N`, `metrics.jsonl.N`, `tensorboard.N` and
-//! `recipe.resolved.yaml.N`, N the first number that is free for all of them.
+//! what does not belong to the run that begins goes to `checkpoints.N`, `metrics.jsonl.N`, `tensorboard.N`,
+//! `recipe.resolved.yaml.N` and `reproduction.json.N`, N the first number that is free for all of them.
 
+use super::reproduction;
 use crate::bench::step::Breakdown;
 use crate::checkpoint::{self, CHECKPOINTS, Store};
 use crate::failure::{Failure, Result};
@@ -81,7 +82,7 @@ impl RunFolder {
     }
 
     /// Whether a checkpoint is one of this folder's.
-    fn owns(&self, checkpoint: &Path, step: u64) -> bool {
+    pub fn owns(&self, checkpoint: &Path, step: u64) -> bool {
         let same = |a: &Path, b: &Path| a.canonicalize().ok().is_some_and(|a| b.canonicalize().is_ok_and(|b| a == b));
         same(checkpoint, &self.store.path_of(step))
     }
@@ -98,9 +99,8 @@ impl RunFolder {
         }
         let number = self.free_number();
         let aside = |name: &str| self.root.join(format!("{name}.{number}"));
-        let resolved = self.root.join(RESOLVED);
-        if resolved.exists() {
-            fs::copy(&resolved, aside(RESOLVED)).map_err(|error| cannot(&aside(RESOLVED), &error))?;
+        for name in [RESOLVED, reproduction::FILE].into_iter().filter(|name| self.root.join(name).exists()) {
+            fs::copy(self.root.join(name), aside(name)).map_err(|error| cannot(&aside(name), &error))?;
         }
         if !metrics.is_empty() {
             metrics.move_to(&aside(METRICS))?;
@@ -131,8 +131,9 @@ impl RunFolder {
         }
         let number = self.free_number();
         // Checkpoints last: a plain start after a killed one cuts the metrics where there are none.
-        for name in
-            [METRICS, TENSORBOARD, RESOLVED, CHECKPOINTS].into_iter().filter(|name| self.root.join(name).exists())
+        for name in [METRICS, TENSORBOARD, RESOLVED, reproduction::FILE, CHECKPOINTS]
+            .into_iter()
+            .filter(|name| self.root.join(name).exists())
         {
             let to = self.root.join(format!("{name}.{number}"));
             fs::rename(self.root.join(name), &to).map_err(|error| cannot(&to, &error))?;
@@ -146,11 +147,17 @@ impl RunFolder {
     /// The first number no results are set aside under.
     fn free_number(&self) -> u64 {
         let taken = |number: &u64| {
-            [CHECKPOINTS, METRICS, TENSORBOARD, RESOLVED]
+            [CHECKPOINTS, METRICS, TENSORBOARD, RESOLVED, reproduction::FILE]
                 .iter()
                 .any(|name| self.root.join(format!("{name}.{number}")).exists())
         };
         (1..).find(|number| !taken(number)).unwrap_or(u64::MAX)
+    }
+
+    /// Writes `reproduction.json`.
+    pub fn describe(&self, text: &str) -> Result<()> {
+        let path = self.root.join(reproduction::FILE);
+        fs::write(&path, text).map_err(|error| cannot(&path, &error))
     }
 
     pub fn store(&self) -> &Store {
@@ -202,14 +209,19 @@ fn lock(root: &Path) -> Result<File> {
         Err(TryLockError::WouldBlock) => {
             let holder = fs::read_to_string(&path).unwrap_or_default();
             let holder = holder.trim();
-            let by = if holder.is_empty() { "another process".into() } else { format!("process {holder}") };
+            let by = match holder.split_once(' ') {
+                Some((pid, host)) => format!("process {pid} on {host}"),
+                None => "another process".into(),
+            };
             return Err(Failure::data(format!("run folder {} is in use by {by}", root.display()))
                 .remedy("wait for it, stop it, or choose another folder with --run-dir"));
         }
         Err(TryLockError::Error(error)) => return Err(cannot(&path, &error)),
     }
-    // The number is for the message above only; failing to write it does no harm.
-    let _ = file.set_len(0).and_then(|()| writeln!(file, "{}", std::process::id()));
+    // This is for the message above only; failing to write it does no harm.
+    let host = fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    let host = if host.trim().is_empty() { "this machine" } else { host.trim() };
+    let _ = file.set_len(0).and_then(|()| writeln!(file, "{} {host}", std::process::id()));
     Ok(file)
 }
 
@@ -234,8 +246,9 @@ mod tests {
         let path = root.path().join("run");
         let first = RunFolder::open(&path).unwrap();
         let failure = RunFolder::open(&path).unwrap_err();
-        let sentence = format!("run folder {} is in use by process {}", path.display(), std::process::id());
-        assert_eq!((failure.sentence, failure.cause as u8), (sentence, 4));
+        let sentence = format!("run folder {} is in use by process {} on ", path.display(), std::process::id());
+        assert!(failure.sentence.starts_with(&sentence) && failure.sentence.len() > sentence.len(), "{failure}");
+        assert_eq!(failure.exit_status(), 4);
         drop(first);
         begin(&path, &Resume::Auto);
         assert!(path.join("recipe.resolved.yaml").is_file());

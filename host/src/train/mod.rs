@@ -41,6 +41,7 @@ pub mod hooks;
 pub mod plan;
 pub mod rank;
 pub mod record;
+pub mod reproduction;
 pub mod team;
 
 pub use evaluate::LossSums;
@@ -51,7 +52,7 @@ pub use hooks::HookSet;
 use guard::{Diagnosis, Guard, Verdict};
 
 use crate::bench::step::{Breakdown, ceilings};
-use crate::checkpoint::{CheckpointReader, Keep, Meta, PluginEntry, Saver, Staging};
+use crate::checkpoint::{CheckpointReader, Keep, Meta, PluginEntry, Saver, Staging, locate};
 use crate::data::{Batch, Corpus, Loader, Position, Prefetch, Split, Valid, ngram};
 use crate::failure::{Cause, Failure, Result};
 use crate::observe::{Progress, StepMetrics, peak_bytes};
@@ -218,9 +219,13 @@ pub fn run(
             engine.load(&mut reader)?;
             hooks.load(&reader.index().extra["hooks"])?;
             guard.load(&reader.index().extra["guard"]).map_err(|e| at(e, &reader))?;
-            let path = reader.folder().to_path_buf();
+            let (path, mut from) = (reader.folder().to_path_buf(), reader.folder().display().to_string());
+            if !folder.owns(&path, begin.step) {
+                let samples = reader.index().consumed_samples;
+                from = format!("{}, with its optimizer state and after its {samples} samples", origin(&reader));
+            }
             reader.finish(|_| false)?;
-            Some(path)
+            Some((path, from))
         }
         None => {
             load_weights(recipe, engine)?;
@@ -229,9 +234,17 @@ pub fn run(
     };
     hooks.run_begin()?;
     // Nothing can be wrong with the start any more; only now the run folder changes.
-    let mut metrics = folder.begin(recipe, &options.resume, resumed.as_deref().map(|path| (path, begin.step)))?;
-    if let Some(path) = resumed {
-        tracing::info!("resumed from {}", path.display());
+    let mut metrics =
+        folder.begin(recipe, &options.resume, resumed.as_ref().map(|(path, _)| (path.as_path(), begin.step)))?;
+    let described = reproduction::describe(
+        recipe,
+        loader.corpus(),
+        &engine.plugins(),
+        resumed.as_ref().map(|(path, _)| (path.as_path(), begin.step)),
+    )?;
+    folder.describe(&described)?;
+    if let Some((_, from)) = resumed {
+        tracing::info!("resumed from {from}");
     }
     let mut saver = saver(recipe, folder, begin.step)?;
     let schedule = Schedule::new(recipe);
@@ -305,7 +318,8 @@ pub fn run(
             let valid_loss = evaluation.as_ref().map(Evaluation::loss);
             let saved = saver.save(step, |staging| {
                 let state = engine.save(staging)?;
-                Ok(Meta { valid_loss, ..meta(recipe, engine, &mut hooks, &guard, &loader, step, state)? })
+                let notes = vec![(reproduction::FILE.into(), described.clone())];
+                Ok(Meta { valid_loss, notes, ..meta(recipe, engine, &mut hooks, &guard, &loader, step, state)? })
             });
             if let Err(e) = saved.as_ref().map_err(|e| (e.cause, &e.sentence))
                 && e.0 == Cause::Numerical
@@ -355,13 +369,20 @@ pub(crate) fn check_vocab(model: Option<usize>, corpus: &Corpus) -> Result<()> {
 
 /// Begins from the parameters of a module's `load`.
 fn load_weights(recipe: &Recipe, engine: &mut dyn Engine) -> Result<()> {
-    for path in recipe.modules.values().filter_map(|module| module.load.as_ref()) {
-        let mut reader = CheckpointReader::open(path)?;
-        engine.load_weights(&mut reader)?;
-        tracing::info!("parameters loaded from {}", path.display());
-        reader.finish(|name| name.starts_with("optimizer."))?;
+    for (name, path) in recipe.modules.iter().filter_map(|(name, module)| Some((name, module.load.as_ref()?))) {
+        let at = |failure: Failure| failure.at(format!("modules.{name}.load"));
+        let mut reader = CheckpointReader::open(&locate(path).map_err(at)?).map_err(at)?;
+        engine.load_weights(&mut reader).map_err(at)?;
+        tracing::info!("modules.{name}: parameters of {}", origin(&reader));
+        reader.finish(|name| name.starts_with("optimizer.")).map_err(at)?;
     }
     Ok(())
+}
+
+/// A checkpoint in words.
+fn origin(reader: &CheckpointReader) -> String {
+    let run = reader.run_name().map(|name| format!(" of run {name}")).unwrap_or_default();
+    format!("{}: step {}{run}", reader.folder().display(), reader.index().step)
 }
 
 fn step_metrics(step: u64, lr: f64, (seconds, data_seconds): (f64, f64), report: StepReport) -> StepMetrics {
@@ -408,6 +429,7 @@ fn meta(
         consumed_samples: loader.position_after(step).samples,
         plugins: engine.plugins(),
         valid_loss: None,
+        notes: Vec::new(),
         extra: json!({
             "engine": state,
             "hooks": hooks.save()?,

@@ -423,7 +423,8 @@ impl<T: Element> Rank<T> {
     /// Updates parameters and buffers by the clipped gradients of the step; [`Rank::grad_norm`] comes first. If the norm
     /// is not finite nothing changes.
     pub fn apply(&mut self, config: &AdamConfig, hyper: StepHyper) {
-        if !self.scale.is_finite() {
+        // A frozen model keeps its values: weight decay would change them without a gradient.
+        if !self.scale.is_finite() || self.model.frozen {
             return;
         }
         let clock = Instant::now();
