@@ -46,7 +46,7 @@ pub struct Index {
 ///
 /// The value must have been read from text: numbers count as they are read, which may differ from those written in the
 /// last bit.
-pub(super) fn digest(index: &Value) -> String {
+pub fn digest(index: &Value) -> String {
     let mut text = String::new();
     let fields = index.as_object().into_iter().flatten().filter(|(key, _)| *key != "sha256");
     canonical_object(fields, &mut text);

@@ -20,7 +20,7 @@ mod store;
 mod tensor;
 mod writer;
 
-pub use index::{FileEntry, Index, PluginEntry, TensorEntry};
+pub use index::{FileEntry, Index, PluginEntry, TensorEntry, digest};
 pub use reader::CheckpointReader;
 pub use saver::Saver;
 pub use staging::{ElementType, Parts, Staging};

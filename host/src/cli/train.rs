@@ -2,8 +2,9 @@
 
 use super::{args, summary};
 use crate::failure::{Failure, Result};
-use crate::observe::{FAILURE_TARGET, Progress, start_logging};
-use crate::train::{self, HookSet, Options, Outcome, Resume, RunFolder, engine};
+use crate::observe::{FAILURE_TARGET, Progress, available_bytes, start_logging};
+use crate::train::plan::plan;
+use crate::train::{self, HookSet, Options, Outcome, Resume, RunFolder, engine, room};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use signal_hook::low_level::signal_name;
@@ -27,6 +28,10 @@ pub(super) fn run(arguments: args::Train) -> Result<()> {
     let plugins = super::plugins(&recipe)?;
     let ranks = arguments.ranks.map(|n| n as usize);
     engine::state_grid(&mut recipe, &plugins, ranks).map_err(|failure| recipe.locate(failure))?;
+    if let Some(available) = available_bytes() {
+        let planned = plan(&recipe, plugins.clone(), ranks).map_err(|failure| recipe.locate(failure))?;
+        room::check(&planned, available)?;
+    }
     let mut start = train::start(&recipe, &folder, &options)?;
     start.hooks = HookSet::create(&recipe, &plugins).map_err(|failure| recipe.locate(failure))?;
     let mut engine = engine::create(&recipe, plugins, ranks).map_err(|failure| recipe.locate(failure))?;

@@ -42,6 +42,7 @@ pub mod plan;
 pub mod rank;
 pub mod record;
 pub mod reproduction;
+pub mod room;
 pub mod team;
 
 pub use evaluate::LossSums;

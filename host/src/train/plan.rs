@@ -23,7 +23,7 @@ use std::collections::btree_map::Entry;
 use std::fmt::Write;
 
 /// The plan of a run.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub struct PlanReport {
     pub name: String,
     pub module: String,
@@ -42,7 +42,7 @@ pub struct PlanReport {
     pub ranks: Vec<RankReport>,
 }
 
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub struct GridReport {
     pub ranks: usize,
     pub tp: usize,
@@ -52,7 +52,7 @@ pub struct GridReport {
 }
 
 /// What one rank holds and does.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub struct RankReport {
     pub rank: usize,
     pub tp: usize,
@@ -307,7 +307,7 @@ fn count(n: usize) -> String {
 }
 
 /// Bytes with a binary unit.
-fn size(bytes: usize) -> String {
+pub(super) fn size(bytes: usize) -> String {
     let bytes = bytes as f64;
     match bytes {
         b if b < 1024.0 => format!("{b} B"),
