@@ -1,5 +1,5 @@
-//! After warm-up a training step makes no call into a plugin and allocates no tensor, and recomputation changes memory
-//! but not one bit of a gradient.
+//! After warm-up a training step or an evaluation makes no call into a plugin and allocates no tensor, and recomputation
+//! changes memory but not one bit of a gradient.
 //!
 //! One test function, because the counts are the whole process's.
 #![allow(unsafe_code)] // A global allocator is unsafe to write; this one only counts.
@@ -51,33 +51,36 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Fewest bytes allocated in a step after warm-up, plugin calls made in all of them, and the programs recorded.
-fn steady(config: Value, grid: Grid) -> (usize, u64, usize) {
+/// Of steps and of evaluations between them, after warm-up: the fewest bytes that one allocates, and the plugin calls of
+/// all. Then the number of programs recorded.
+fn steady(config: Value, grid: Grid) -> ([(usize, u64); 2], usize) {
     let team = Team::<f32>::start(&spec("nemotron-hybrid", config, grid)).unwrap_or_else(|e| panic!("{e}"));
     let dp = grid.dp;
-    let batches = || Arc::new((0..4).map(|i| (i, Arc::new(batch(1, i)))).collect::<Vec<_>>());
-    let step = |step: u64, batches: Arc<Vec<(usize, Arc<Batch>)>>| {
+    let batches = || (0..4).map(|i| batch(1, i)).collect::<Vec<_>>();
+    let step = |step: u64, batches: Vec<Batch>| {
+        let batches: Arc<Vec<_>> = Arc::new(batches.into_iter().map(Arc::new).enumerate().collect());
         let go = move |rank: &mut gantry::train::rank::Rank<f32>| {
             let mine: Vec<_> = batches.iter().filter(|(i, _)| i % dp == rank.model.place.dp).cloned().collect();
             rank.gradients(step, &mine)?;
             rank.update(&ADAM, StepHyper { lr: 1e-3, weight_decay: 0.0, step })
         };
-        team.all(go).unwrap()
+        team.all(go).map(drop).unwrap();
     };
-    (1..=3).for_each(|n| drop(step(n, batches())));
-    let before = calls();
-    // A tensor would be allocated in every step; the queues of the thread pool grow in a few.
-    let bytes = (4..12)
-        .map(|n| {
+    let evaluate = |step: u64, batches: Vec<Batch>| team.evaluate(step, batches).map(drop).unwrap();
+    let ways: [&dyn Fn(u64, Vec<Batch>); 2] = [&step, &evaluate];
+    (1..=3).for_each(|n| ways.iter().for_each(|way| way(n, batches())));
+    let mut counts = [(usize::MAX, 0); 2];
+    // A tensor would be allocated every time; the queues of the thread pool grow now and then.
+    for n in 4..12 {
+        for (way, (fewest, called)) in ways.iter().zip(&mut counts) {
             let batches = batches();
-            let bytes = BYTES.load(Ordering::Relaxed);
-            step(n, batches);
-            BYTES.load(Ordering::Relaxed) - bytes
-        })
-        .min()
-        .unwrap_or(usize::MAX);
-    let programs = team.all(|rank| Ok(rank.programs())).unwrap()[0];
-    (bytes, calls() - before, programs)
+            let before = (BYTES.load(Ordering::Relaxed), calls());
+            way(n, batches);
+            *fewest = (*fewest).min(BYTES.load(Ordering::Relaxed) - before.0);
+            *called += calls() - before.1;
+        }
+    }
+    (counts, team.all(|rank| Ok(rank.programs())).unwrap()[0])
 }
 
 fn wide() -> Value {
@@ -107,12 +110,12 @@ fn gradients(recompute: Value) -> (Trace, usize) {
 fn steps_after_warm_up_only_replay() {
     let (dp, pp) = (Grid { dp: 2, ..Grid::SINGLE }, Grid { pp: 2, ..Grid::SINGLE });
     for grid in [Grid::SINGLE, dp, pp, Grid { tp: 2, sequence_parallel: true, ..Grid::SINGLE }] {
-        let (narrow, narrow_calls, programs) = steady(hybrid(), grid);
-        let (wide, wide_calls, _) = steady(wide(), grid);
-        println!("{grid:?}: {narrow} bytes a step at hidden 16, {wide} at hidden 128, {programs} programs");
-        assert_eq!((narrow_calls, wide_calls), (0, 0), "calls into the plugin");
-        assert_eq!(programs, 1);
-        assert_eq!((narrow, wide), (0, 0), "bytes of tensors allocated in a step");
+        let ((narrow, programs), (wide, _)) = (steady(hybrid(), grid), steady(wide(), grid));
+        println!(
+            "{grid:?}: (bytes, plugin calls) {narrow:?} at hidden 16, {wide:?} at hidden 128, {programs} programs"
+        );
+        assert_eq!((narrow, wide), ([(0, 0); 2], [(0, 0); 2]), "of steps and of evaluations");
+        assert_eq!(programs, 2);
     }
 
     let (kept, kept_bytes) = gradients(json!([]));
