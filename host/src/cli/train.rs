@@ -34,7 +34,7 @@ pub(super) fn run(arguments: args::Train) -> Result<()> {
     }
     let mut start = train::start(&recipe, &folder, &options)?;
     start.hooks = HookSet::create(&recipe, &plugins).map_err(|failure| recipe.locate(failure))?;
-    let mut engine = engine::create(&recipe, plugins, ranks).map_err(|failure| recipe.locate(failure))?;
+    let mut engine = engine::create(&recipe, plugins, ranks)?;
     signals.loop_begins();
     let outcome = train::run(&recipe, engine.as_mut(), &folder, start, &options, &progress, &signals.stop);
     progress.end();

@@ -111,7 +111,10 @@ impl RestOfMetrics {
         let old = match std::fs::read(path) {
             Ok(old) => old,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => Vec::new(),
-            Err(error) => return Err(Failure::data(format!("cannot read {}: {error}", path.display()))),
+            Err(error) => {
+                return Err(Failure::data(format!("cannot read {}: {error}", path.display()))
+                    .remedy("move it away, or choose another run folder with --run-dir"));
+            }
         };
         let (mut kept, mut rest) = (Vec::new(), Vec::new());
         for line in old.split_inclusive(|&byte| byte == b'\n') {

@@ -25,6 +25,12 @@ impl fmt::Debug for Places {
 }
 
 impl Recipe {
+    /// Where a key stands, or the nearest enclosing section: file, line and column, variable, or option.
+    pub(crate) fn place(&self, key: &str) -> String {
+        let layers = self.places.0.as_ref();
+        layers.map(|layers| layers.section(key).unwrap_or_else(|| layers.place(key))).unwrap_or_else(|| "recipe".into())
+    }
+
     /// A refusal of this recipe with the place of the key that it names in front: file, line and column, variable, or
     /// option. Keys of a provider's `config` become keys of the recipe.
     pub fn locate(&self, failure: Failure) -> Failure {

@@ -25,7 +25,8 @@ pub fn spec(recipe: &Recipe, plugins: PluginSet, ranks: Option<usize>) -> Result
     let modules: Vec<_> = recipe.modules.iter().filter(|(_, module)| !hooks(&module.provider)).collect();
     let [(name, module)] = modules.as_slice() else {
         return Err(Error::recipe(format!(
-            "the recipe has {} modules besides hooks; this version trains exactly one",
+            "{}: `modules` has {} entries besides hooks; this version trains exactly one",
+            recipe.place("modules"),
             modules.len()
         )));
     };
@@ -141,8 +142,12 @@ pub fn adam(recipe: &Recipe) -> AdamConfig {
     }
 }
 
-/// Starts the ranks of a recipe.
+/// Starts the ranks of a recipe. What is wrong with the recipe is named with its place.
 pub fn create(recipe: &Recipe, plugins: PluginSet, ranks: Option<usize>) -> Result<Box<dyn Engine>> {
+    start(recipe, plugins, ranks).map_err(|failure| recipe.locate(failure))
+}
+
+fn start(recipe: &Recipe, plugins: PluginSet, ranks: Option<usize>) -> Result<Box<dyn Engine>> {
     let entries = plugin_entries(&plugins);
     let spec = spec(recipe, plugins, ranks)?;
     match recipe.train.precision {

@@ -131,9 +131,16 @@ impl Places {
         let root = tempfile::tempdir().unwrap();
         let folder = &root.path().canonicalize().unwrap();
         begin(folder);
-        let mut environment = Vec::new();
+        let (mut environment, mut locks) = (Vec::new(), Vec::new());
         for step in row.steps {
             self.take(step, folder, &mut environment);
+            if let Step::Lock(name, text) = step {
+                std::fs::create_dir_all(folder.join(name).parent().unwrap()).unwrap();
+                std::fs::write(folder.join(name), text).unwrap();
+                let file = std::fs::File::open(folder.join(name)).unwrap();
+                file.lock().unwrap();
+                locks.push(file);
+            }
         }
         let mut command = self.command(folder, row.arguments);
         for (name, value) in environment {
@@ -202,7 +209,7 @@ impl Places {
                 assert!(text.contains(old), "{name} has no {old:?}");
                 std::fs::write(at(name), text.replace(old, new)).unwrap();
             }
-            Step::FullStdout => {}
+            Step::Lock(..) | Step::FullStdout => {}
         }
     }
 }

@@ -26,6 +26,8 @@ pub enum Step {
     Flip(&'static str),
     /// File, old text, new text.
     Edit(&'static str, &'static str, &'static str),
+    /// A lock file that another process holds, with what is in it.
+    Lock(&'static str, &'static str),
     /// Nothing can be written to stdout.
     FullStdout,
 }
@@ -380,6 +382,17 @@ fn data() -> Vec<Row> {
 
 fn checkpoints() -> Vec<Row> {
     vec![
+        row("eval: no checkpoint", 4, "eval r.yaml --checkpoint none-here --data text", &[]),
+        row("eval: nothing held out", 2, "eval r.yaml --checkpoint runs/small", &[Trained]),
+        row("eval: no such text", 4, "eval r.yaml --checkpoint runs/small --data none", &[Trained]),
+        row(
+            "eval: another model",
+            4,
+            "eval r.yaml --checkpoint runs/small --data text --set modules.lm.config.hidden_size=32",
+            &[Trained],
+        ),
+        row("generate: no checkpoint", 4, "generate --checkpoint none-here --prompt x", &[]),
+        row("generate: negative temperature", 2, "generate --checkpoint x --prompt x --temperature=-1", &[]),
         row("checkpoint: none at the path", 4, "train r.yaml --resume none-here", &[]),
         row("checkpoint: an empty folder", 4, "train r.yaml --resume text", &[Trained]),
         row("checkpoint: no index", 4, "train r.yaml --steps 3", &[Trained, Remove(INDEX)]),
@@ -463,6 +476,7 @@ fn machine() -> Vec<Row> {
         row("run folder: inside a file", 4, "train r.yaml --run-dir text/a.txt/run", &[]),
         row("run folder: checkpoints are a file", 4, "train r.yaml", &[Write("runs/small/checkpoints", "x")]),
         row("run folder: metrics are a folder", 4, "train r.yaml", &[Folder("runs/small/metrics.jsonl")]),
+        row("run folder: in use", 4, "train r.yaml", &[Lock("runs/small/lock", "4711\n")]),
         row("output: nothing can be written", 4, "plan r.yaml", &[FullStdout]),
         row("numbers: the loss is no number", 5, "train r.yaml --set optimizer.lr=1e30 --set train.steps=9", &[]),
     ]
