@@ -226,6 +226,11 @@ fn a_torn_checkpoint_is_refused_by_name() {
 #[case::small_vocabulary(&["data.paths=[.]", "data.extensions=[yaml]"], 2, "vocabulary has 64 tokens, the data has 257")]
 #[case::provider_key(&["modules.lm.config.hiden_size=3"], 2, "hiden_size")]
 #[case::bad_split(&["modules.lm.grid.tp=3"], 2, "grid.tp = 3 does not divide")]
+#[case::multiplier(
+    &["optimizer.multipliers=[{match: '*.mlp.linear_fc9.*', lr: 2}]"],
+    2,
+    "no parameter matches `*.mlp.linear_fc9.*`; the nearest is `decoder.layers."
+)]
 #[case::load(&["modules.lm.load=r.yaml"], 4, "is no complete checkpoint")]
 fn wrong_input_has_its_status_and_sentence(#[case] set: &[&str], #[case] status: i32, #[case] part: &str) {
     let runs = Runs::new();

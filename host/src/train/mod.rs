@@ -38,6 +38,7 @@ mod folder;
 pub mod guard;
 pub mod held_out;
 pub mod hooks;
+mod loads;
 pub mod plan;
 pub mod rank;
 pub mod record;

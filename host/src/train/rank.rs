@@ -3,6 +3,7 @@
 //! A rank runs on one thread and owns its provider's instance. Everything it needs of others goes through its groups.
 
 use super::diagnose::Watch;
+use super::loads::Loads;
 use super::record::{Compiled, LOGITS_ROW, Mode, Signature, StageModel};
 use crate::comm::Group;
 use crate::data::Batch;
@@ -14,7 +15,7 @@ use crate::program::replay::{Arena, Memory, Phase};
 use crate::program::states::States;
 use crate::schedule::{Turn, one_forward_one_backward};
 use gantry_kernels::Element;
-use gantry_plugin_api::plan::{AxisSetting, BufferUpdate, MicroBatchInfo};
+use gantry_plugin_api::plan::{AxisSetting, MicroBatchInfo};
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::Instant;
@@ -53,26 +54,6 @@ pub struct StepSums {
     pub load_max_over_mean: Option<f64>,
 }
 
-/// A router over all programs: by the buffer that its load moves, or by the path of its call if it moves none.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum RouterKey {
-    Buffer(usize),
-    Path(Arc<str>),
-}
-
-/// What a router did in a step.
-#[derive(Debug, Default)]
-struct RouterLoad {
-    /// Buffer entries that follow the load.
-    buffers: [Option<usize>; 2],
-    /// The counts cover this rank's rows only and are summed over tp.
-    seq: bool,
-    /// Assignments to each expert; nothing if the router was not there.
-    sums: Vec<f64>,
-    /// The same for the kernel.
-    counts: Vec<i32>,
-}
-
 /// One rank's model and state.
 pub struct Rank<T> {
     pub model: StageModel,
@@ -90,7 +71,7 @@ pub struct Rank<T> {
     /// Parameter entries whose main gradient is a sum over tp not yet taken.
     partial: Vec<bool>,
     /// Loads of the step's routers.
-    loads: BTreeMap<RouterKey, RouterLoad>,
+    loads: Loads,
     /// Arenas ever allocated: constant after warm-up.
     arenas: usize,
     pub state_gradients: BTreeMap<String, Vec<f64>>,
@@ -133,7 +114,7 @@ impl<T: Element> Rank<T> {
             elastic,
             programs: BTreeMap::new(),
             free: Vec::new(),
-            loads: BTreeMap::new(),
+            loads: Loads::default(),
             arenas: 0,
             state_gradients: BTreeMap::new(),
             step_inputs: BTreeMap::new(),
@@ -299,17 +280,7 @@ impl<T: Element> Rank<T> {
             }
         }
         for load in &program.graph.loads {
-            let counts = program.get_int(&live.arena, load.counts);
-            let key = match load.buffer.or(load.share) {
-                Some(buffer) => RouterKey::Buffer(buffer),
-                None => RouterKey::Path(load.router.clone()),
-            };
-            let router = self.loads.entry(key).or_default();
-            (router.buffers, router.seq) = ([load.buffer, load.share], load.seq);
-            if router.sums.len() < counts.len() {
-                router.sums.resize(counts.len(), 0.0);
-            }
-            router.sums.iter_mut().zip(counts).for_each(|(sum, &n)| *sum += f64::from(n));
+            self.loads.add(load, program.get_int(&live.arena, load.counts));
         }
     }
 
@@ -353,7 +324,7 @@ impl<T: Element> Rank<T> {
     pub fn gradients(&mut self, step: u64, batches: &[(usize, Arc<Batch>)]) -> Result<StepSums> {
         self.grads.fill(T::ZERO);
         self.state_gradients.clear();
-        self.loads.values_mut().for_each(|load| load.sums.clear());
+        self.loads.clear();
         let mut count = [batches.iter().flat_map(|b| &b.1.loss_mask).map(|&m| f64::from(m)).sum::<f64>()];
         self.groups.dp.all_reduce_f64(&mut count)?;
         let tokens = count[0].max(1.0);
@@ -382,28 +353,18 @@ impl<T: Element> Rank<T> {
         }
         let (tp, dp) = (self.groups.tp.as_ref(), self.groups.dp.as_ref());
         update::finalise(&self.model.table, &self.partial, &mut self.grads, tp, dp)?;
-        for load in self.loads.values_mut().filter(|load| !load.sums.is_empty()) {
-            if load.seq {
-                self.groups.tp.all_reduce_f64(&mut load.sums)?;
-            }
-            self.groups.dp.all_reduce_f64(&mut load.sums)?;
-        }
+        self.loads.all_reduce(tp, dp)?;
         self.reduce(sums)
     }
 
     /// Sums reports over ranks: the terms of every stage, once per tp group.
     fn reduce(&mut self, mut sums: StepSums) -> Result<StepSums> {
-        let ratios: Vec<f64> = self
-            .loads
-            .values()
-            .filter_map(|load| {
-                let mean = load.sums.iter().sum::<f64>() / load.sums.len().max(1) as f64;
-                (mean > 0.0).then(|| load.sums.iter().copied().fold(0.0, f64::max) / mean)
-            })
-            .collect();
+        let (mut ratios, mut routers) = (0.0, 0.0);
+        for ratio in self.loads.max_over_mean() {
+            (ratios, routers) = (ratios + ratio, routers + 1.0);
+        }
         let here = if self.model.place.tp == 0 && self.model.place.dp == 0 { 1.0 } else { 0.0 };
-        let mut numbers =
-            vec![sums.loss, sums.tokens, sums.objective, here * ratios.iter().sum::<f64>(), here * ratios.len() as f64];
+        let mut numbers = [sums.loss, sums.tokens, sums.objective, here * ratios, here * routers];
         self.groups.world.all_reduce_f64(&mut numbers)?;
         (sums.loss, sums.tokens, sums.objective) = (numbers[0], numbers[1], numbers[2]);
         sums.load_max_over_mean = (numbers[4] > 0.0).then(|| numbers[3] / numbers[4]);
@@ -433,7 +394,7 @@ impl<T: Element> Rank<T> {
         if let Some(profile) = &mut self.profile {
             profile.add("optimizer", clock.elapsed(), cost, T::BYTES);
         }
-        self.update_buffers();
+        self.loads.update(&self.model.table, &mut self.buffers);
     }
 
     /// Clips, updates parameters and buffers. Returns the gradient norm; if it is not finite nothing has changed.
@@ -441,27 +402,6 @@ impl<T: Element> Rank<T> {
         let norm = self.grad_norm(config)?;
         self.apply(config, hyper);
         Ok(norm)
-    }
-
-    /// Buffers that follow the load of the experts that were there.
-    fn update_buffers(&mut self) {
-        for RouterLoad { buffers, sums, counts, .. } in self.loads.values_mut() {
-            let total = sums.iter().sum::<f64>();
-            for entry in buffers.iter().flatten().map(|&index| &self.model.table.buffers[index]) {
-                let buffer = &mut self.buffers[entry.stored.offset..][..entry.stored.len];
-                match entry.update {
-                    BufferUpdate::ExpertBias { rate } => {
-                        counts.clear();
-                        counts.extend(sums.iter().map(|&sum| sum as i32));
-                        update::expert_bias(rate, counts, buffer);
-                    }
-                    BufferUpdate::LoadShare if total > 0.0 => {
-                        buffer.iter_mut().zip(sums.iter()).for_each(|(to, load)| *to = T::of(load / total));
-                    }
-                    _ => {}
-                }
-            }
-        }
     }
 
     /// The first parameter whose gradient is not finite, and the first such number in it.
