@@ -44,7 +44,7 @@ fn expect(output: &Output, status: i32, sentence: &str) {
 #[case("other_thread", 3, "a host function was called from another thread")]
 #[case("impure", 3, "misbehave: forward is not pure")]
 #[case("nan_init", 3, "misbehave: parameter embedding.weight: init: std is NaN")]
-#[case("nonsense", 2, "r.yaml:4:33: `modules.lm.config.how`: unknown variant `nonsense`")]
+#[case("nonsense", 2, "r.yaml:4:38: `modules.lm.config.how`: unknown variant `nonsense`")]
 fn training_with_it_ends_with_status_and_sentence(#[case] how: &str, #[case] status: i32, #[case] sentence: &str) {
     let folder = tempfile::tempdir().unwrap();
     recipe(folder.path(), "misbehave", "misbehave", &format!("{{how: {how}}}"));

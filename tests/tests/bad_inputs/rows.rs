@@ -476,7 +476,7 @@ fn machine() -> Vec<Row> {
         row("run folder: inside a file", 4, "train r.yaml --run-dir text/a.txt/run", &[]),
         row("run folder: checkpoints are a file", 4, "train r.yaml", &[Write("runs/small/checkpoints", "x")]),
         row("run folder: metrics are a folder", 4, "train r.yaml", &[Folder("runs/small/metrics.jsonl")]),
-        row("run folder: in use", 4, "train r.yaml", &[Lock("runs/small/lock", "4711\n")]),
+        row("run folder: in use", 4, "train r.yaml", &[Lock("runs/small/lock", "4711 box\n")]),
         row("output: nothing can be written", 4, "plan r.yaml", &[FullStdout]),
         row("numbers: the loss is no number", 5, "train r.yaml --set optimizer.lr=1e30 --set train.steps=9", &[]),
     ]
