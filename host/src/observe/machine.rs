@@ -40,8 +40,18 @@ pub fn available_bytes() -> Option<u64> {
     let number = |path: &str| read(path).trim().parse::<u64>().ok();
     let group = number("/sys/fs/cgroup/memory.max")
         .zip(number("/sys/fs/cgroup/memory.current"))
-        .map(|(most, used)| most.saturating_sub(used));
+        .map(|(most, used)| left_of_group(most, used, &read("/sys/fs/cgroup/memory.stat")));
     [system, group].into_iter().flatten().min()
+}
+
+/// What a control group has left of `most` bytes: its cached files go when memory is needed and count as left.
+fn left_of_group(most: u64, used: u64, stat: &str) -> u64 {
+    let value = |line: &str| {
+        let (name, bytes) = line.split_once(' ')?;
+        ["active_file", "inactive_file"].contains(&name).then(|| bytes.trim().parse::<u64>().ok())?
+    };
+    let cached: u64 = stat.lines().filter_map(value).sum();
+    most.saturating_sub(used.saturating_sub(cached))
 }
 
 /// The value of the first line `NAME: VALUE`.
@@ -81,6 +91,14 @@ mod tests {
         assert_eq!(field(text, "MemTotal").and_then(|text| kilobytes(&text)), Some(2 << 20));
         assert_eq!(field(text, "model name").as_deref(), Some("A CPU @ 3 GHz"));
         assert_eq!((field(text, "Mem"), kilobytes("12")), (None, None));
+    }
+
+    #[test]
+    fn cached_files_of_a_control_group_count_as_left() {
+        let stat = "anon 300\nfile 650\ninactive_file 400\nactive_file 200\nslab 10\n";
+        assert_eq!(left_of_group(1000, 950, stat), 650);
+        assert_eq!(left_of_group(1000, 950, ""), 50);
+        assert_eq!(left_of_group(1000, 2000, ""), 0);
     }
 
     #[test]
