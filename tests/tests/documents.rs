@@ -171,3 +171,47 @@ fn the_map_names_what_is_there() {
     }
     assert!(paths > 20, "only {paths} paths found");
 }
+
+/// Keys that the guide for Megatron-LM's users names are keys of recipes or of the provider's config.
+#[test]
+fn the_guide_from_megatron_names_keys_that_exist() {
+    let defaults = read("host/src/recipe/defaults.yaml");
+    let config = read("providers/nemotron-hybrid/src/config.rs");
+    // `section:` at the margin and `key:` inside it; `module:` stands for `modules.lm`, whose grid is one deeper.
+    let known = |key: &str| {
+        let (section, name) = key.split_once('.').expect("a dotted key");
+        if let Some(option) = key.strip_prefix("modules.lm.config.") {
+            return config.contains(&format!("    pub {option}: "));
+        }
+        let (section, indented) = match key.strip_prefix("modules.lm.") {
+            Some(name) => (
+                "module",
+                match name.strip_prefix("grid.") {
+                    Some(name) => format!("    {name}:"),
+                    None => format!("  {name}:"),
+                },
+            ),
+            None => (section, format!("  {name}:")),
+        };
+        let body = defaults.split(&format!("\n{section}:\n")).nth(1).expect("a section");
+        body.lines()
+            .take_while(|line| !line.starts_with(|c: char| c.is_ascii_alphabetic()))
+            .any(|line| line.starts_with(&indented))
+    };
+    let guide = read("docs/coming-from-megatron.md");
+    let mut keys = 0;
+    for row in guide.lines().filter(|line| line.starts_with("| ") && !line.starts_with("| argument")) {
+        let cells: Vec<&str> = row.trim_matches('|').split(" | ").map(str::trim).collect();
+        let Some(target) = cells.get(1).filter(|cell| !cell.starts_with("---")) else { continue };
+        match target.trim_matches('`') {
+            "none" => assert!(cells.get(2).is_some_and(|why| !why.is_empty()), "{row}: none without a reason"),
+            "not yet" => {}
+            key => {
+                assert!(known(key), "{row}: there is no key {key}");
+                keys += 1;
+            }
+        }
+    }
+    assert!(keys > 60, "only {keys} keys found");
+    assert!(!known("train.stepz") && !known("modules.lm.grid.dq") && !known("modules.lm.config.hidden"));
+}

@@ -268,7 +268,7 @@ fn the_plan_counts_what_the_run_saves() {
     assert!(saved < halves && halves < saved * 3 / 2, "{halves} for {saved}");
     for rank in ranks {
         let memory = &rank["memory"];
-        let parts = ["parameters", "gradients", "optimizer", "buffers", "activations"];
+        let parts = ["parameters", "gradients", "optimizer", "buffers", "activations", "communication", "record"];
         let sum: u64 = parts.iter().map(|part| memory[part].as_u64().unwrap()).sum();
         assert_eq!(memory["total"].as_u64(), Some(sum));
         assert!(

@@ -3,7 +3,7 @@
 use super::{args, summary};
 use crate::failure::{Failure, Result};
 use crate::observe::{FAILURE_TARGET, Progress, available_bytes, start_logging};
-use crate::train::plan::plan;
+use crate::train::plan;
 use crate::train::{self, HookSet, Options, Outcome, Resume, RunFolder, engine, room};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -29,7 +29,7 @@ pub(super) fn run(arguments: args::Train) -> Result<()> {
     let ranks = arguments.ranks.map(|n| n as usize);
     engine::state_grid(&mut recipe, &plugins, ranks).map_err(|failure| recipe.locate(failure))?;
     if let Some(available) = available_bytes() {
-        let planned = plan(&recipe, plugins.clone(), ranks).map_err(|failure| recipe.locate(failure))?;
+        let planned = plan::quick(&recipe, plugins.clone(), ranks).map_err(|failure| recipe.locate(failure))?;
         room::check(&planned, available)?;
     }
     let mut start = train::start(&recipe, &folder, &options)?;

@@ -118,6 +118,15 @@ impl Corpus {
         self.summary.tokens
     }
 
+    /// Bytes it holds in memory.
+    pub fn bytes(&self) -> usize {
+        let tokens = match &self.tokens {
+            Tokens::Bytes(bytes) => bytes.len(),
+            Tokens::Ids(ids) => size_of_val(ids.as_slice()),
+        };
+        tokens + size_of_val(self.starts.as_slice())
+    }
+
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }

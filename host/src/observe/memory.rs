@@ -1,14 +1,20 @@
-//! Peak memory of the process.
+//! Memory of the process.
 
 /// Largest resident set so far in bytes (`VmHWM`); 0 where the system does not tell.
 pub fn peak_bytes() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    parse(&status).unwrap_or(0)
+    parse(&status, "VmHWM:").unwrap_or(0)
 }
 
-/// The value of the line `VmHWM:  1234 kB`.
-fn parse(status: &str) -> Option<u64> {
-    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+/// Resident set now in bytes (`VmRSS`); 0 where the system does not tell.
+pub fn resident_bytes() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    parse(&status, "VmRSS:").unwrap_or(0)
+}
+
+/// The value of a line such as `VmHWM:  1234 kB`.
+fn parse(status: &str, name: &str) -> Option<u64> {
+    let line = status.lines().find_map(|line| line.strip_prefix(name))?;
     let kilobytes: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     Some(kilobytes * 1024)
 }
@@ -19,8 +25,8 @@ mod tests {
 
     #[test]
     fn reads_the_high_water_mark() {
-        assert_eq!(parse("VmPeak:\t 9 kB\nVmHWM:\t    2048 kB\n"), Some(2 << 20));
-        assert_eq!(parse("VmPeak:\t 9 kB\n"), None);
+        assert_eq!(parse("VmPeak:\t 9 kB\nVmHWM:\t    2048 kB\n", "VmHWM:"), Some(2 << 20));
+        assert_eq!(parse("VmPeak:\t 9 kB\n", "VmHWM:"), None);
     }
 
     #[test]

@@ -13,7 +13,7 @@ mod tensorboard;
 
 pub use logging::{FAILURE_TARGET, start_logging};
 pub use machine::{Machine, available_bytes};
-pub use memory::peak_bytes;
+pub use memory::{peak_bytes, resident_bytes};
 pub use metrics::{MetricsWriter, RestOfMetrics, StepMetrics};
 pub use progress::Progress;
 pub use tensorboard::EventWriter;

@@ -35,6 +35,7 @@ pub mod diagnose;
 pub mod engine;
 pub mod evaluate;
 mod folder;
+mod footprint;
 pub mod guard;
 pub mod held_out;
 pub mod hooks;

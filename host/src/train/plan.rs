@@ -1,12 +1,15 @@
 //! What `gantry plan` tells: who holds what, how much memory and arithmetic, before anything is allocated.
 //!
 //! Parameters come from the model's declaration, activations and FLOPs from the recorded program of each distinct rank
-//! (data-parallel replicas are alike), so the numbers are those of the run. Memory of the kernels' thread pool and of
-//! the program itself is not counted. Documents that end inside a sample can add scratch memory.
+//! (data-parallel replicas are alike), so the numbers are those of the run. The process's memory is that of all its ranks
+//! and what `footprint.rs` counts besides; tests compare it with the peak of real runs. Not counted: an n-gram baseline
+//! (`data.ngram_order`) of a high order, which is counted and gone before the first step, axis states of an elastifier, and
+//! what plugins allocate themselves.
 
 use super::engine;
+use super::footprint::{self, DataNeeds, ProcessMemory};
 use super::record::{Mode, Signature, StageModel};
-use super::team::{TeamSpec, stages};
+use super::team::{ElasticSpec, TeamSpec, stages};
 use crate::checkpoint::Staging;
 use crate::error::Result;
 use crate::mesh::Place;
@@ -37,8 +40,12 @@ pub struct PlanReport {
     pub tokens_per_step: usize,
     /// Forward and backward of all ranks.
     pub flops_per_step: f64,
-    /// Copies of the state while a checkpoint is written, once for all ranks of the machine.
-    pub checkpoint_bytes: usize,
+    /// What the numbers take for granted.
+    pub assumes: Vec<String>,
+    /// Of the process besides its ranks' memory.
+    pub process: ProcessMemory,
+    /// Peak of the process: all ranks and the above.
+    pub memory_peak_bytes: usize,
     pub ranks: Vec<RankReport>,
 }
 
@@ -80,24 +87,56 @@ pub struct MemoryReport {
     pub buffers: usize,
     /// Of all micro-batches alive at once.
     pub activations: usize,
+    /// Buffers of collectives and messages between ranks.
+    pub communication: usize,
+    /// The recorded program itself.
+    pub record: usize,
     pub total: usize,
 }
 
-/// Plans a recipe for `ranks` ranks (default: as many as the grid states).
+/// Plans a recipe for `ranks` ranks (default: as many as the grid states). Reads the data, as documents that end inside
+/// samples take memory; if they cannot be read, the plan says what it assumes instead.
 pub fn plan(recipe: &Recipe, plugins: PluginSet, ranks: Option<usize>) -> Result<PlanReport> {
+    let program = footprint::program_bytes();
+    let data = footprint::data(recipe);
+    report(recipe, plugins, ranks, program, data.map_err(|why| format!("as the data cannot be read: {}", why.sentence)))
+}
+
+/// As [`plan`], without a look at the data.
+pub fn quick(recipe: &Recipe, plugins: PluginSet, ranks: Option<usize>) -> Result<PlanReport> {
+    report(recipe, plugins, ranks, footprint::program_bytes(), Err("as the data were not read".into()))
+}
+
+fn report(
+    recipe: &Recipe,
+    plugins: PluginSet,
+    ranks: Option<usize>,
+    program: usize,
+    data: Result<DataNeeds, String>,
+) -> Result<PlanReport> {
     let spec = engine::spec(recipe, plugins, ranks)?;
     spec.grid.check()?;
     let provider = spec.plugins.provider(&spec.provider, &spec.config)?;
     let plan = provider.plan()?;
     multipliers::resolve(&plan, &recipe.optimizer.multipliers)?;
     let stages = stages(&plan, spec.grid.pp)?;
+    let sequences = data.as_ref().map_or(recipe.train.micro_batch_size, |data| data.sequences);
+    let mut assumes = vec![match &data {
+        Ok(_) => format!("micro-batches of up to {sequences} sequences, the most that the data's documents make"),
+        Err(why) => format!("one sequence per sample and no corpus in memory, {why}"),
+    }];
+    if !matches!(spec.elastic, ElasticSpec::Off) {
+        assumes.push("full widths: what the elastifier adds is not counted".into());
+    }
     let mut distinct: BTreeMap<(usize, usize), RankReport> = BTreeMap::new();
     let mut reports = Vec::new();
     for rank in 0..spec.grid.ranks() {
         let place = spec.grid.place(rank);
         let report = match distinct.entry((place.pp, place.tp)) {
             Entry::Occupied(alike) => alike.get().clone(),
-            Entry::Vacant(new) => new.insert(rank_report(recipe, &spec, &plan, &stages[place.pp], place)?).clone(),
+            Entry::Vacant(new) => {
+                new.insert(rank_report(recipe, &spec, &plan, &stages[place.pp], place, sequences)?).clone()
+            }
         };
         reports.push(RankReport { rank, dp: place.dp, ..report });
     }
@@ -108,6 +147,16 @@ pub fn plan(recipe: &Recipe, plugins: PluginSet, ranks: Option<usize>) -> Result
     for entry in &table.params {
         *by_kind.entry(plan.blocks[plan.params[entry.plan].block].kind.clone()).or_default() += entry.stored.len;
     }
+    let largest = table.params.iter().map(|entry| {
+        let shape = entry.stored.shape();
+        shape[shape.len().saturating_sub(2)..].iter().product()
+    });
+    let process = ProcessMemory {
+        program,
+        data: data.as_ref().map_or(0, |data| data.bytes),
+        checkpoint: checkpoint_bytes(recipe, &table),
+        workers: footprint::workers(spec.grid.ranks(), largest.max().unwrap_or(0), element_bytes(recipe)),
+    };
     Ok(PlanReport {
         name: recipe.name.clone(),
         module: recipe.modules.keys().next().cloned().unwrap_or_default(),
@@ -124,7 +173,9 @@ pub fn plan(recipe: &Recipe, plugins: PluginSet, ranks: Option<usize>) -> Result
         parameters_by_kind: by_kind,
         tokens_per_step: recipe.train.global_batch_size * recipe.train.seq_length,
         flops_per_step: reports.iter().map(|rank| rank.flops_per_step).sum(),
-        checkpoint_bytes: checkpoint_bytes(recipe, &table),
+        assumes,
+        process,
+        memory_peak_bytes: process.total() + reports.iter().map(|rank| rank.memory.total).sum::<usize>(),
         ranks: reports,
     })
 }
@@ -151,7 +202,14 @@ fn precision(recipe: &Recipe) -> &'static str {
     }
 }
 
-fn rank_report(recipe: &Recipe, spec: &TeamSpec, plan: &ModelPlan, stage: &Stage, place: Place) -> Result<RankReport> {
+fn rank_report(
+    recipe: &Recipe,
+    spec: &TeamSpec,
+    plan: &ModelPlan,
+    stage: &Stage,
+    place: Place,
+    sequences: usize,
+) -> Result<RankReport> {
     let train = &recipe.train;
     let bytes = element_bytes(recipe);
     let module = spec.plugins.provider(&spec.provider, &spec.config)?.build(stage)?;
@@ -173,10 +231,12 @@ fn rank_report(recipe: &Recipe, spec: &TeamSpec, plan: &ModelPlan, stage: &Stage
     let signature = Signature {
         mode: Mode::Train,
         tokens: train.micro_batch_size * train.seq_length,
-        max_seqs: train.micro_batch_size,
+        max_seqs: sequences,
         states: states.keys.clone(),
     };
-    let program = model.compile(&signature, &states)?.program;
+    let compiled = model.compile(&signature, &states)?;
+    let sent = compiled.sent.map_or(0, |(id, _)| compiled.program.graph.value(id).len());
+    let program = compiled.program;
     let micro_batches = train.global_batch_size / train.micro_batch_size / spec.grid.dp;
     let alive = (spec.grid.pp - place.pp).min(micro_batches);
     let table = &model.table;
@@ -187,9 +247,17 @@ fn rank_report(recipe: &Recipe, spec: &TeamSpec, plan: &ModelPlan, stage: &Stage
         optimizer: 2 * table.param_len * bytes,
         buffers: table.buffer_len * bytes,
         activations,
+        communication: footprint::collectives(&program, table, spec.grid, place, bytes, sent),
+        record: footprint::record(&program),
         total: 0,
     };
-    memory.total = memory.parameters + memory.gradients + memory.optimizer + memory.buffers + memory.activations;
+    memory.total = memory.parameters
+        + memory.gradients
+        + memory.optimizer
+        + memory.buffers
+        + memory.activations
+        + memory.communication
+        + memory.record;
     let (forward, backward) = (flops(&program.graph, true), flops(&program.graph, false));
     Ok(RankReport {
         rank: 0,
@@ -252,11 +320,24 @@ impl PlanReport {
             self.flops_per_step / 1e12,
             per_token / 1e6
         );
-        let _ = writeln!(text, "checkpoints {} of copies while one is written", size(self.checkpoint_bytes));
+        let process = &self.process;
+        let _ = writeln!(
+            text,
+            "memory      {} at the peak: ranks {}, program {}, data {}, copies for a checkpoint {}, threads {}",
+            size(self.memory_peak_bytes),
+            size(self.memory_peak_bytes - process.total()),
+            size(process.program),
+            size(process.data),
+            size(process.checkpoint),
+            size(process.workers)
+        );
+        for assumption in &self.assumes {
+            let _ = writeln!(text, "assumes     {assumption}");
+        }
         let _ = writeln!(text);
         let _ = writeln!(
             text,
-            "{:>4} {:>3} {:>3} {:>3} {:>11} {:>10} {:>10} {:>10} {:>11} {:>10} {:>12}  blocks",
+            "{:>4} {:>3} {:>3} {:>3} {:>11} {:>10} {:>10} {:>10} {:>11} {:>10} {:>10} {:>12}  blocks",
             "rank",
             "tp",
             "dp",
@@ -266,6 +347,7 @@ impl PlanReport {
             "gradients",
             "optimizer",
             "activations",
+            "other",
             "total",
             "GFLOP/step"
         );
@@ -278,7 +360,7 @@ impl PlanReport {
             };
             let _ = writeln!(
                 text,
-                "{:>4} {:>3} {:>3} {:>3} {:>11} {:>10} {:>10} {:>10} {:>11} {:>10} {:>12.2}  {blocks}",
+                "{:>4} {:>3} {:>3} {:>3} {:>11} {:>10} {:>10} {:>10} {:>11} {:>10} {:>10} {:>12.2}  {blocks}",
                 rank.rank,
                 rank.tp,
                 rank.dp,
@@ -288,6 +370,7 @@ impl PlanReport {
                 size(memory.gradients),
                 size(memory.optimizer),
                 size(memory.activations),
+                size(memory.communication + memory.record),
                 size(memory.total),
                 rank.flops_per_step / 1e9
             );

@@ -6,12 +6,13 @@ use crate::error::{Error, Result};
 /// Refuses a plan that needs more than `available` bytes. All ranks are threads of this process.
 pub fn check(plan: &PlanReport, available: u64) -> Result<()> {
     let sum = |part: fn(&super::plan::MemoryReport) -> usize| plan.ranks.iter().map(|rank| part(&rank.memory)).sum();
-    let parts: [(&str, usize); 5] = [
+    let parts: [(&str, usize); 6] = [
         ("parameters and buffers", sum(|memory| memory.parameters + memory.buffers)),
         ("gradients", sum(|memory| memory.gradients)),
         ("optimizer state", sum(|memory| memory.optimizer)),
         ("activations", sum(|memory| memory.activations)),
-        ("copies while a checkpoint is written", plan.checkpoint_bytes),
+        ("communication and records", sum(|memory| memory.communication + memory.record)),
+        ("copies while a checkpoint is written", plan.process.checkpoint),
     ];
     let needed: usize = parts.iter().map(|(_, bytes)| bytes).sum();
     if needed as u64 <= available {
@@ -26,7 +27,7 @@ pub fn check(plan: &PlanReport, available: u64) -> Result<()> {
     for (what, bytes) in parts {
         failure = failure.detail(format!("{what}: {}", size(bytes)));
     }
-    Err(failure.remedy(if needed - plan.checkpoint_bytes <= available {
+    Err(failure.remedy(if needed - plan.process.checkpoint <= available {
         "set checkpoint.async to false, which saves the copies, or make the model smaller"
     } else {
         "make the model, train.micro_batch_size or train.seq_length smaller, or use a machine with more memory"
@@ -35,16 +36,25 @@ pub fn check(plan: &PlanReport, available: u64) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::footprint::ProcessMemory;
     use super::super::plan::{GridReport, MemoryReport, PlanReport, RankReport};
     use super::*;
 
-    fn plan(ranks: usize, checkpoint_bytes: usize) -> PlanReport {
-        let memory =
-            MemoryReport { parameters: 100, gradients: 100, optimizer: 200, buffers: 1, activations: 599, total: 1000 };
+    fn plan(ranks: usize, checkpoint: usize) -> PlanReport {
+        let memory = MemoryReport {
+            parameters: 100,
+            gradients: 100,
+            optimizer: 200,
+            buffers: 1,
+            activations: 500,
+            communication: 90,
+            record: 9,
+            total: 1000,
+        };
         let rank = RankReport { memory, ..RankReport::default() };
         PlanReport {
             ranks: vec![rank; ranks],
-            checkpoint_bytes,
+            process: ProcessMemory { checkpoint, ..ProcessMemory::default() },
             grid: GridReport { ranks, ..GridReport::default() },
             ..PlanReport::default()
         }
@@ -56,7 +66,7 @@ mod tests {
         let failure = check(&plan(2, 300), 2299).unwrap_err();
         assert_eq!(failure.sentence, "the run needs 2.2 KiB of memory, 2.2 KiB are available on this machine");
         assert_eq!(failure.details[0], "parameters and buffers: 202 B");
-        assert_eq!(failure.details[4], "copies while a checkpoint is written: 300 B");
+        assert_eq!(failure.details[5], "copies while a checkpoint is written: 300 B");
         assert!(failure.remedy.unwrap().starts_with("set checkpoint.async to false"));
         assert_eq!(failure.cause as u8, 2);
         check(&plan(2, 300), 2300).unwrap();
