@@ -17,7 +17,7 @@ pub(super) struct Arguments {
 pub(super) enum Command {
     /// Trains a recipe's model, from the run folder's newest checkpoint if it has one.
     Train(Train),
-    /// Shows who holds what: parameters, memory and FLOPs per rank. Allocates nothing, needs no GPU.
+    /// Shows who holds what: parameters, memory and FLOPs per rank. Reads the data, allocates nothing else.
     Plan(Plan),
     /// Gives a trained model's loss on held-out data.
     Eval(Eval),
@@ -60,7 +60,7 @@ pub(super) struct Train {
     /// or run folder.
     #[arg(long, value_name = "auto|none|PATH", default_value = "auto")]
     pub resume: String,
-    /// Prints at the end where the time went, by class of operator.
+    /// Tells at the end where the time went, by class of operator, and writes profile.json.
     #[arg(long)]
     pub profile: bool,
 }
@@ -213,6 +213,22 @@ mod tests {
     use super::*;
     use clap::CommandFactory;
     use rstest::rstest;
+
+    /// Every command's help fits a screen and says what each argument is for.
+    #[test]
+    fn help_is_one_screen_and_complete() {
+        let mut program = Arguments::command();
+        let commands =
+            std::iter::once(program.clone()).chain(program.get_subcommands_mut().map(|command| command.clone()));
+        for mut command in commands {
+            let help = command.render_help().to_string();
+            assert!(help.lines().count() <= 40, "{help}");
+            let silent =
+                command.get_arguments().find(|argument| argument.get_help().is_none() && !argument.is_hide_set());
+            assert!(silent.is_none(), "{} has an argument without help: {silent:?}", command.get_name());
+            assert!(command.get_about().is_some(), "{}", command.get_name());
+        }
+    }
 
     #[test]
     fn definitions_agree() {
