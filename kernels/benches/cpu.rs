@@ -222,6 +222,7 @@ fn block(bench: &Bench, tokens: usize, hidden: usize, cu: &[i32]) {
     let ld = (q_heads + 2 * kv_heads) * head_dim;
     let shape = AttentionShape {
         tokens,
+        longest: cu.windows(2).map(|s| (s[1] - s[0]) as usize).max().unwrap_or(0),
         q_heads,
         kv_heads,
         head_dim,

@@ -55,6 +55,7 @@ pub fn measure<T: Element>(case: &Case, time: Duration) -> Result<Vec<Measured>>
         training: true,
         frozen: false,
         tokens: case.tokens,
+        longest: case.tokens / max_seqs.max(1),
         max_seqs,
         seed: 1,
         state_grads: false,

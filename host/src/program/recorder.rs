@@ -36,6 +36,8 @@ pub struct Context<'m> {
     pub frozen: bool,
     /// Tokens of a micro-batch over all tp ranks.
     pub tokens: usize,
+    /// Tokens of the longest sequence there may be; costs are counted by it.
+    pub longest: usize,
     /// Sequences a micro-batch may have: `cu_seqlens` has one more entry.
     pub max_seqs: usize,
     /// Seed of dropout and sampling.

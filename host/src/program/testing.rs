@@ -198,6 +198,7 @@ impl OpTest {
             training: true,
             frozen: false,
             tokens: self.tokens,
+            longest: self.tokens,
             max_seqs,
             seed: 1,
             state_grads: self.state_grads,

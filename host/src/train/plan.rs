@@ -231,6 +231,7 @@ fn rank_report(
     let signature = Signature {
         mode: Mode::Train,
         tokens: train.micro_batch_size * train.seq_length,
+        longest: train.seq_length,
         max_seqs: sequences,
         states: states.keys.clone(),
     };

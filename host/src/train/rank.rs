@@ -180,6 +180,7 @@ impl<T: Element> Rank<T> {
         let signature = Signature {
             mode,
             tokens: batch.tokens.len(),
+            longest: batch.tokens.len() / batch.samples.max(1),
             max_seqs: batch.cu_seqlens.len().saturating_sub(1),
             states: states.keys.clone(),
         };

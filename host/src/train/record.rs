@@ -36,6 +36,8 @@ pub(super) const LOGITS_ROW: &str = "logits_row";
 pub struct Signature {
     pub mode: Mode,
     pub tokens: usize,
+    /// Tokens of the longest sequence there may be.
+    pub longest: usize,
     pub max_seqs: usize,
     pub states: BTreeMap<crate::program::states::Place, StateKey>,
 }
@@ -97,6 +99,7 @@ impl StageModel {
             training: signature.mode == Mode::Train,
             frozen: self.frozen,
             tokens: signature.tokens,
+            longest: signature.longest,
             max_seqs: signature.max_seqs,
             seed: self.seed,
             state_grads: self.state_grads,

@@ -102,6 +102,7 @@ impl Graph {
             training: true,
             frozen: false,
             tokens: self.tokens,
+            longest: self.tokens,
             max_seqs: self.cu_seqlens.len().saturating_sub(1).max(1),
             seed: 1,
             state_grads: false,

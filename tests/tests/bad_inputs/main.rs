@@ -97,6 +97,12 @@ impl Places {
         {
             said = said.replace(&place.display().to_string(), name);
         }
+        // The size of a library that was built here.
+        if let Some((before, after)) = said.split_once(" bytes are there")
+            && let Some((before, _)) = before.rsplit_once(' ')
+        {
+            said = format!("{before} SIZE bytes are there{after}");
+        }
         let mut general = String::new();
         for line in said.lines() {
             let words = line.split(' ').map(|word| {

@@ -131,6 +131,7 @@ pub fn record(sizes: Sizes, plant: impl FnOnce(&mut Graph)) -> Result<Recorded> 
         training: true,
         frozen: false,
         tokens: sizes.tokens,
+        longest: sizes.tokens,
         max_seqs: 1,
         seed: 1,
         state_grads: false,

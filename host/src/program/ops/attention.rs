@@ -65,6 +65,7 @@ pub fn record(cx: &mut Recorder<'_>, attrs: Attention, inputs: &[ValueId]) -> Re
     let lse = cx.fresh("lse", [Dim::plain("rows", v.rows), Dim::plain("heads", q_heads)], false, false);
     let shape = AttentionShape {
         tokens: v.rows,
+        longest: cx.cx.longest.min(v.rows),
         q_heads,
         kv_heads,
         head_dim,

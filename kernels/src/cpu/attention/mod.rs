@@ -28,6 +28,8 @@ use tile::{Left, MAX_HEAD_DIM, TILE, parts, product, transpose};
 pub struct AttentionShape {
     /// T.
     pub tokens: usize,
+    /// Tokens of the longest sequence there may be; only the cost depends on it.
+    pub longest: usize,
     /// Hq; a multiple of `kv_heads`.
     pub q_heads: usize,
     /// Hkv.
@@ -83,9 +85,10 @@ impl AttentionShape {
         Ok(())
     }
 
-    /// Products of one score matrix of all heads, counting every key as visible or half of them when causal.
+    /// Products of the score matrices of all heads, counting every key of a sequence as visible or half of them when causal,
+    /// and every sequence as long as it may be.
     fn score_flops(&self) -> f64 {
-        let pairs = (self.tokens * self.tokens) as f64 * if self.causal { 0.5 } else { 1.0 };
+        let pairs = (self.tokens * self.longest) as f64 * if self.causal { 0.5 } else { 1.0 };
         2.0 * pairs * (self.q_heads * self.head_dim) as f64
     }
 

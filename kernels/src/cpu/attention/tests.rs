@@ -9,6 +9,7 @@ const EVEN: [i32; 8] = [0, 70, 140, 140, 215, 290, 291, 291];
 fn shape(causal: bool, d: usize) -> AttentionShape {
     AttentionShape {
         tokens: 140,
+        longest: 140,
         q_heads: 4,
         kv_heads: 2,
         head_dim: d,
