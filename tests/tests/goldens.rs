@@ -38,6 +38,23 @@ fn goldens_notice_a_wrong_number() {
     }
 }
 
+/// So must the check of data sets, whose tensors have other names: in each of them, and none may be left out.
+#[test]
+fn goldens_notice_a_wrong_number_of_a_data_set() {
+    let case = first_of("gpt_dataset");
+    for name in case.tensors.keys() {
+        let mut wrong = case.clone();
+        let data = &mut wrong.tensors.get_mut(name).unwrap().data;
+        let at = data.len() / 2;
+        data[at] += 1.0;
+        assert!(matches!(check(&wrong), Outcome::Failed(_)), "a wrong {name} went unnoticed");
+    }
+    let mut more = case.clone();
+    let tokens = more.tensors["u16.base.tokens"].clone();
+    more.tensors.insert("u16.new.tokens".into(), tokens);
+    assert!(matches!(check(&more), Outcome::Failed(e) if e == "u16.new.tokens was not compared"));
+}
+
 #[test]
 fn goldens_refuse_a_kind_nobody_checks_and_a_result_nobody_compares() {
     let mut unknown = first_of("rmsnorm");

@@ -18,6 +18,8 @@ pub struct Tensor {
 /// A case as it was read.
 #[derive(Clone, Debug)]
 pub struct Case {
+    /// Where it was read, with further files that it names.
+    pub folder: PathBuf,
     pub name: String,
     pub kind: String,
     pub json: Value,
@@ -55,7 +57,7 @@ impl Case {
         let kind = json.get("kind").and_then(Value::as_str).unwrap_or(name).to_string();
         let path = folder.join(format!("{name}.safetensors"));
         let tensors = if path.exists() { read_tensors(&path)? } else { BTreeMap::new() };
-        Ok(Case { name: name.into(), kind, json, tensors })
+        Ok(Case { folder: folder.into(), name: name.into(), kind, json, tensors })
     }
 
     pub fn tensor(&self, name: &str) -> Result<&Tensor> {

@@ -88,6 +88,11 @@ impl<'a> Check<'a> {
         self.seen.insert(name.into());
     }
 
+    /// Whether a tensor was compared (or passed over).
+    pub fn has_compared(&self, name: &str) -> bool {
+        self.seen.contains(name)
+    }
+
     /// An error if a result of the case was not compared, or one is off.
     pub fn finish(self) -> Result<Vec<Compared>> {
         let results = self.case.tensors.keys().filter(|name| name.starts_with("out.") || name.starts_with("grad."));
