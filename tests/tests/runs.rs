@@ -201,7 +201,7 @@ fn a_second_signal_ends_the_program_at_once_and_says_so() {
     assert!(began.elapsed() < Duration::from_secs(5));
     let mut stderr = String::new();
     std::io::Read::read_to_string(&mut child.stderr.take().unwrap(), &mut stderr).unwrap();
-    assert!(stderr.contains("SIGINT again: ended without saving; the newest checkpoint is complete"), "{stderr}");
+    assert!(stderr.contains("SIGINT again: ended at once; every checkpoint that was saved is complete"), "{stderr}");
     runs.train("run", "8", &[]);
     assert_eq!(runs.metrics("run").len(), 8);
 }

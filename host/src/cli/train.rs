@@ -81,7 +81,7 @@ impl StopSignals {
                     continue;
                 }
                 let line = match begun.load(Ordering::SeqCst) {
-                    true => format!("{name} again: ended without saving; the newest checkpoint is complete"),
+                    true => format!("{name} again: ended at once; every checkpoint that was saved is complete"),
                     false => format!("{name}: ended before the first step"),
                 };
                 tracing::warn!(target: FAILURE_TARGET, "{line}");

@@ -62,9 +62,22 @@ pub fn data(recipe: &Recipe) -> Result<DataNeeds> {
     let loader = Loader::over(split.train, recipe, Position::default())?;
     let Batch { tokens, labels, loss_mask, cu_seqlens, .. } = loader.batch(1, 0);
     let batch = 4 * (tokens.len() + labels.len() + loss_mask.len() + cu_seqlens.len());
+    Ok(DataNeeds { bytes: corpora + batches(recipe, batch), sequences: loader.cu_seqlens_len() - 1 })
+}
+
+/// Bytes of the batches of a run, by those of one micro-batch.
+fn batches(recipe: &Recipe, batch: usize) -> usize {
     // Those made ahead, those being made, and those of the step.
-    let steps = recipe.data.prefetch + 2;
-    Ok(DataNeeds { bytes: corpora + steps * loader.micro_batches() * batch, sequences: loader.cu_seqlens_len() - 1 })
+    let steps = recipe.data.prefetch.saturating_add(2);
+    let micro_batches = recipe.train.global_batch_size / recipe.train.micro_batch_size;
+    steps.saturating_mul(micro_batches).saturating_mul(batch)
+}
+
+/// Bytes of the batches of a run whose data are not read: one sequence per sample.
+pub fn batches_unread(recipe: &Recipe) -> usize {
+    let samples = recipe.train.micro_batch_size;
+    let batch = samples.saturating_mul(recipe.train.seq_length).saturating_mul(3).saturating_add(samples + 1);
+    batches(recipe, batch.saturating_mul(4))
 }
 
 /// Threads' buffers, for ranks that share the machine's cores. `largest`: elements of the largest matrix of the model.

@@ -153,7 +153,7 @@ fn report(
     });
     let process = ProcessMemory {
         program,
-        data: data.as_ref().map_or(0, |data| data.bytes),
+        data: data.as_ref().map_or_else(|_| footprint::batches_unread(recipe), |data| data.bytes),
         checkpoint: checkpoint_bytes(recipe, &table),
         workers: footprint::workers(spec.grid.ranks(), largest.max().unwrap_or(0), element_bytes(recipe)),
     };

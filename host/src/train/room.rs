@@ -6,15 +6,16 @@ use crate::error::{Error, Result};
 /// Refuses a plan that needs more than `available` bytes. All ranks are threads of this process.
 pub fn check(plan: &PlanReport, available: u64) -> Result<()> {
     let sum = |part: fn(&super::plan::MemoryReport) -> usize| plan.ranks.iter().map(|rank| part(&rank.memory)).sum();
-    let parts: [(&str, usize); 6] = [
+    let parts: [(&str, usize); 7] = [
         ("parameters and buffers", sum(|memory| memory.parameters + memory.buffers)),
         ("gradients", sum(|memory| memory.gradients)),
         ("optimizer state", sum(|memory| memory.optimizer)),
         ("activations", sum(|memory| memory.activations)),
         ("communication and records", sum(|memory| memory.communication + memory.record)),
         ("copies while a checkpoint is written", plan.process.checkpoint),
+        ("batches of a step and those made ahead", plan.process.data),
     ];
-    let needed: usize = parts.iter().map(|(_, bytes)| bytes).sum();
+    let needed = parts.iter().fold(0_usize, |sum, (_, bytes)| sum.saturating_add(*bytes));
     if needed as u64 <= available {
         return Ok(());
     }
@@ -29,6 +30,8 @@ pub fn check(plan: &PlanReport, available: u64) -> Result<()> {
     }
     Err(failure.remedy(if needed - plan.process.checkpoint <= available {
         "set checkpoint.async to false, which saves the copies, or make the model smaller"
+    } else if needed - plan.process.data <= available {
+        "make train.global_batch_size or data.prefetch smaller"
     } else {
         "make the model, train.micro_batch_size or train.seq_length smaller, or use a machine with more memory"
     }))
@@ -72,5 +75,15 @@ mod tests {
         check(&plan(2, 300), 2300).unwrap();
         let failure = check(&plan(2, 300), 1999).unwrap_err();
         assert!(failure.remedy.unwrap().starts_with("make the model"));
+    }
+
+    #[test]
+    fn batches_count() {
+        let mut plan = plan(1, 0);
+        plan.process.data = 5000;
+        check(&plan, 6000).unwrap();
+        let failure = check(&plan, 5999).unwrap_err();
+        assert_eq!(failure.details[6], "batches of a step and those made ahead: 4.9 KiB");
+        assert!(failure.remedy.unwrap().contains("train.global_batch_size"));
     }
 }
