@@ -97,8 +97,9 @@ impl Store {
         };
         match step_of(&name) {
             Some(step) if self.root.join(&name).is_dir() => Ok(Some(step)),
-            _ => Err(Failure::data(format!("{} names `{name}`, which is no checkpoint here", path.display()))
-                .remedy("name a checkpoint with --resume PATH, or start over with --resume none")),
+            _ => Err(Failure::data(format!("{} names `{name}`, which is no checkpoint here", path.display())).remedy(
+                "name a checkpoint folder itself; for training with --resume PATH, or start over with --resume none",
+            )),
         }
     }
 
@@ -107,8 +108,16 @@ impl Store {
         self.root.join(name_of(step))
     }
 
-    /// Begins a checkpoint.
+    /// Begins a checkpoint. Refuses to take the place of a folder that is none.
     pub fn begin(&self, step: u64) -> Result<CheckpointWriter> {
+        let place = self.path_of(step);
+        if place.exists() && !place.join(INDEX_FILE).exists() {
+            return Err(Failure::data(format!(
+                "{} is where the checkpoint of step {step} belongs and holds no checkpoint ({INDEX_FILE} is missing)",
+                place.display()
+            ))
+            .remedy("move it away"));
+        }
         let folder = self.root.join(format!("{NEW}{}", name_of(step)));
         if folder.exists() {
             fs::remove_dir_all(&folder).map_err(|error| cannot_write(&folder, &error))?;

@@ -124,6 +124,17 @@ fn torn_saves_are_cleaned_and_half_replaced_ones_restored() {
 }
 
 #[test]
+fn a_folder_that_is_no_checkpoint_is_not_replaced() {
+    let (root, store) = store();
+    let folder = root.path().join("checkpoints/step-00000003");
+    fs::create_dir(&folder).unwrap();
+    fs::write(folder.join("notes.txt"), "mine").unwrap();
+    let failure = store.begin(3).map(drop).unwrap_err();
+    assert!(failure.sentence.contains("holds no checkpoint (index.json is missing)"), "{}", failure.sentence);
+    assert_eq!(fs::read_to_string(folder.join("notes.txt")).unwrap(), "mine");
+}
+
+#[test]
 fn abandoned_writer_leaves_nothing() {
     let (root, store) = store();
     let mut writer = store.begin(3).unwrap().with_shard_bytes(1);

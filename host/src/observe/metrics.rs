@@ -60,7 +60,11 @@ impl MetricsWriter {
     /// Opens the file, keeping lines of steps up to `finished_steps` only: what a killed run wrote after its newest
     /// checkpoint is written again.
     pub fn open(path: &Path, finished_steps: u64) -> Result<MetricsWriter> {
-        RestOfMetrics::read(path, finished_steps)?.drop_lines()?;
+        let rest = RestOfMetrics::read(path, finished_steps)?;
+        if let Some(last) = rest.last_kept().filter(|&last| last < finished_steps) {
+            tracing::warn!("{} has no lines of steps {} to {finished_steps}", path.display(), last + 1);
+        }
+        rest.drop_lines()?;
         let cannot = |error: std::io::Error| Failure::data(format!("cannot write {}: {error}", path.display()));
         let file = OpenOptions::new().create(true).append(true).open(path).map_err(cannot)?;
         Ok(MetricsWriter { path: path.to_path_buf(), file, events: None })
@@ -125,6 +129,12 @@ impl RestOfMetrics {
 
     pub fn is_empty(&self) -> bool {
         self.rest.is_empty()
+    }
+
+    /// Step of the last line that stays.
+    fn last_kept(&self) -> Option<u64> {
+        let last = self.kept.split(|&byte| byte == b'\n').rfind(|line| !line.is_empty())?;
+        serde_json::from_slice::<Value>(last).ok()?["step"].as_u64()
     }
 
     /// Moves the lines to the file `to`: they are there before they go here.
@@ -205,6 +215,15 @@ mod tests {
         let line = StepMetrics { lm_loss: f64::NAN, grad_norm: f64::INFINITY, ..metrics(1) }.json();
         assert_eq!((line.get("lm_loss"), line.get("grad_norm")), (None, None));
         assert_eq!(line["loss"], 5.75);
+    }
+
+    #[test]
+    fn the_last_line_that_stays_is_known() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        assert_eq!(RestOfMetrics::read(&path, 5).unwrap().last_kept(), None);
+        std::fs::write(&path, "{\"step\":1}\n{\"step\":2}\n{\"step\":7}\n{\"st").unwrap();
+        assert_eq!(RestOfMetrics::read(&path, 5).unwrap().last_kept(), Some(2));
     }
 
     #[test]

@@ -144,7 +144,11 @@ impl Layers {
 
     fn add_overrides(&mut self, overrides: &Overrides) -> Result<()> {
         for (name, text) in &overrides.environment {
-            let Some(key) = name.strip_prefix("GANTRY_").filter(|key| key.contains("__")) else { continue };
+            let Some(key) = name.strip_prefix("GANTRY_") else { continue };
+            if !key.contains("__") {
+                self.refuse_single_underscores(name, key)?;
+                continue;
+            }
             let key = key.to_lowercase().replace("__", ".");
             if text.contains(char::REPLACEMENT_CHARACTER) {
                 return Err(Failure::recipe(format!("environment variable {name}: its value is not UTF-8")));
@@ -160,12 +164,30 @@ impl Layers {
         Ok(())
     }
 
+    /// Refuses a variable that would be a key's if its sections were set off by two underscores.
+    fn refuse_single_underscores(&self, name: &str, key: &str) -> Result<()> {
+        let key = key.to_lowercase();
+        let known = self.known_keys();
+        let meant = known.iter().find(|known| known.contains('.') && known.replace('.', "_") == key);
+        meant.map_or(Ok(()), |meant| {
+            let right = format!("GANTRY_{}", meant.replace('.', "__").to_uppercase());
+            Err(Failure::recipe(format!("environment variable {name} sets nothing: `{meant}` is written {right}"))
+                .remedy(format!("rename the variable to {right}, or unset it")))
+        })
+    }
+
     fn add_value(&mut self, key: &str, text: &str, origin: Origin) -> Result<()> {
         if key.split('.').any(str::is_empty) {
             return Err(Failure::recipe(format!("{}: empty part in key `{key}`", origin.describe(key))));
         }
-        // What is no YAML on its own, e.g. a pattern that begins with `*`, is a plain string.
-        let value: Value = serde_saphyr::from_str(text).unwrap_or_else(|_| Value::from(text));
+        let value: Value = match serde_saphyr::from_str(text) {
+            Ok(value) => value,
+            Err(error) if error.to_string().contains(NON_FINITE.0) => {
+                return Err(Failure::recipe(format!("{}: {}", origin.describe(key), NON_FINITE.1)));
+            }
+            // What is no YAML on its own, e.g. a pattern that begins with `*`, is a plain string.
+            Err(_) => Value::from(text),
+        };
         match figment::util::nest(key, value) {
             Value::Dict(_, values) => self.layers.push(Layer { origin, values }),
             _ => return Err(Failure::recipe(format!("{}: empty key", origin.describe(key)))),
@@ -289,6 +311,9 @@ impl Origin {
     }
 }
 
+/// The parser's refusal of NaN and infinity, and ours.
+const NON_FINITE: (&str, &str) = ("non-finite float", "NaN and infinity are no values of a recipe");
+
 /// The parser's refusals in the user's words.
 fn plain_words(message: &str) -> String {
     let known = [
@@ -297,7 +322,7 @@ fn plain_words(message: &str) -> String {
         ("recursive references", "an alias (`*name`) stands inside the value that it repeats"),
         ("expected mapping start", "expected keys with values (`name: ...`) at the outermost level"),
         ("tabs disallowed", "a tab in the indentation, expected spaces"),
-        ("non-finite float", "NaN and infinity are no values of a recipe"),
+        NON_FINITE,
     ];
     if let Some(key) = message.strip_prefix("duplicate mapping key: ") {
         return format!("the key `{key}` stands here a second time");

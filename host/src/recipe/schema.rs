@@ -190,11 +190,19 @@ pub(crate) struct Optimizer {
     pub(crate) kind: OptimizerKind,
     pub(crate) lr: f64,
     pub(crate) min_lr: f64,
+    #[serde(deserialize_with = "pair")]
+    #[schemars(with = "[f64; 2]")]
     pub(crate) betas: [f64; 2],
     pub(crate) eps: f64,
     pub(crate) weight_decay: f64,
     pub(crate) clip_grad: f64,
     pub(crate) multipliers: Vec<Multiplier>,
+}
+
+/// Two numbers and no more: an array by itself takes the first two of a longer list.
+fn pair<'de, D: serde::Deserializer<'de>>(from: D) -> Result<[f64; 2], D::Error> {
+    let list = <Vec<f64> as serde::Deserialize>::deserialize(from)?;
+    list.try_into().map_err(|list: Vec<f64>| serde::de::Error::invalid_length(list.len(), &"an array of length 2"))
 }
 
 /// An entry of `optimizer.multipliers`.

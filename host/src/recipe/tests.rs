@@ -118,6 +118,8 @@ fn bad_text_is_refused_with_its_line(#[case] more: &str, #[case] sentence: &str)
 #[case("train.micro_batch_size=3", "no multiple of `train.micro_batch_size` (3)")]
 #[case("modules.lm.grid.dp=3", "no multiple of `train.micro_batch_size` (1) times `modules.lm.grid.dp` (3)")]
 #[case("optimizer.betas=[0.9]", "`optimizer.betas` has 1 elements, expected an array of length 2")]
+#[case("optimizer.betas=[0.9, 0.95, 0.99]", "`optimizer.betas` has 3 elements, expected an array of length 2")]
+#[case("modules.lm.config={a: .nan}", "NaN and infinity are no values of a recipe")]
 #[case("optimizer.betas=[0.9, 1.0]", "`optimizer.betas` is 1, expected 0 to less than 1")]
 #[case("optimizer.lr=-1", "`optimizer.lr` is -1, expected at least 0")]
 #[case("optimizer.eps=0", "`optimizer.eps` is 0, expected more than 0")]
@@ -152,7 +154,7 @@ fn bad_text_is_refused_with_its_line(#[case] more: &str, #[case] sentence: &str)
 #[case("data.exclude=['[']", "`data.exclude` has `[`, which is no glob")]
 #[case("data.extensions=[.txt]", "extensions are written without the dot: `txt`")]
 #[case("schedule={kind: wsd, wsd_decay_steps: 0}", "`schedule.wsd_decay_steps` is 0, expected at least 1")]
-#[case("optimizer.lr=.nan", "`optimizer.lr` is `.nan`, expected a number")]
+#[case("optimizer.lr=.nan", "NaN and infinity are no values of a recipe")]
 #[case("optimizer.lr=null", "`optimizer.lr` is required and has no value")]
 #[case("optimizer.min_lr=1", "`optimizer.min_lr` is 1, expected 0 to 0.001")]
 #[case(
@@ -241,6 +243,20 @@ fn variable_that_is_not_utf8_is_refused() {
     assert_eq!(failure.sentence, "environment variable GANTRY_TRAIN__STEPS: its value is not UTF-8");
     let ours = Overrides { environment: vec![("OTHER".into(), "\u{fffd}".into())], set: Vec::new() };
     Recipe::parse(GOOD, &ours).unwrap();
+}
+
+#[rstest]
+#[case("GANTRY_TRAIN_STEPS", Some("GANTRY_TRAIN__STEPS"))]
+#[case("GANTRY_OPTIMIZER_MIN_LR", Some("GANTRY_OPTIMIZER__MIN_LR"))]
+#[case("GANTRY_PLUGIN_PATH", None)]
+#[case("GANTRY_RUN", None)]
+fn a_variable_with_single_underscores_is_not_passed_over(#[case] name: &str, #[case] right: Option<&str>) {
+    let overrides = Overrides { environment: vec![(name.into(), "1".into())], set: Vec::new() };
+    let failure = Recipe::parse(GOOD, &overrides).err().map(|failure| failure.sentence);
+    match right {
+        None => assert_eq!(failure, None),
+        Some(right) => assert!(failure.unwrap().ends_with(&format!("is written {right}"))),
+    }
 }
 
 #[test]

@@ -39,7 +39,9 @@ pub(crate) fn compare(then: &str, now: &str, hooks: &[&str]) -> Result<Option<St
         let change = format!("{key} ({}, now {})", shown(old), shown(new));
         match key.strip_prefix("modules.").and_then(|rest| rest.split_once('.')) {
             Some((module, _)) if hooks.contains(&module) => other.push(change),
-            Some((_, "load")) => {}
+            Some((_, "load")) => {
+                other.push(format!("{change}, without effect: the run goes on from its own parameters"));
+            }
             Some((_, rest)) if within(rest, "config") => model.push(change),
             Some((_, rest)) if within(rest, "provider") || within(rest, "elastify") => weighty.push(change),
             None if WEIGHTY.iter().any(|part| within(key, part)) => weighty.push(change),
@@ -116,6 +118,14 @@ mod tests {
     #[case::same_number("base: 10000", "base: 1.0e4", None)]
     #[case::not_set("layers: 2", "layers: 2, more: null", None)]
     #[case::rate("lr: 1", "lr: 2", Some("changed since the checkpoint: optimizer.lr (1, now 2)"))]
+    #[case::load(
+        "provider: p",
+        "provider: p, load: /a",
+        Some(
+            "changed since the checkpoint: modules.lm.load (not set, now \"/a\"), without effect: the run goes on from its \
+         own parameters"
+        )
+    )]
     #[case::hook("often: 1", "often: 2", Some("changed since the checkpoint: modules.watch.config.often (1, now 2)"))]
     #[case::data(
         "[/a]",
