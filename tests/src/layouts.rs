@@ -49,6 +49,8 @@ pub fn spec(provider: &str, config: Value, grid: Grid) -> TeamSpec {
         grid,
         seed: 11,
         elastic: ElasticSpec::Off,
+        teacher: None,
+        trains: true,
         frozen: false,
         check_purity: true,
         state_grads: false,

@@ -37,17 +37,7 @@ fn output(arguments: &[&str], recipe: &str, set: &[&str]) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-#[rstest]
-#[case::quickstart("recipes/cpu/quickstart.yaml", &[])]
-#[case::dense("recipes/cpu/dense.yaml", &[])]
-#[case::wide("recipes/cpu/quickstart.yaml", &WIDE)]
-#[case::layout(
-    "recipes/cpu/quickstart.yaml",
-    &["modules.lm.grid.tp=2", "modules.lm.grid.pp=2", "modules.lm.grid.dp=2"]
-)]
-#[cfg(target_os = "linux")]
-fn the_plan_tells_the_peak(#[case] recipe: &str, #[case] set: &[&str]) {
-    providers(&["nemotron-hybrid", "dense-gpt"]);
+fn check(recipe: &str, set: &[&str]) {
     let plan: Value = serde_json::from_str(&output(&["plan", "--json"], recipe, set)).unwrap();
     let planned = plan["memory_peak_bytes"].as_f64().unwrap();
     let parts: f64 = plan["ranks"].as_array().unwrap().iter().map(|r| r["memory"]["total"].as_f64().unwrap()).sum();
@@ -63,4 +53,29 @@ fn the_plan_tells_the_peak(#[case] recipe: &str, #[case] set: &[&str]) {
     let mib = f64::from(1 << 20);
     println!("planned {:.1} MiB, peak {:.1} MiB: {:+.1} %", planned / mib, peak / mib, 100.0 * (planned / peak - 1.0));
     assert!((planned / peak - 1.0).abs() < 0.1, "planned {planned}, peak {peak}: {plan:#}");
+}
+
+#[rstest]
+#[case::quickstart("recipes/cpu/quickstart.yaml", &[])]
+#[case::dense("recipes/cpu/dense.yaml", &[])]
+#[case::wide("recipes/cpu/quickstart.yaml", &WIDE)]
+#[case::layout(
+    "recipes/cpu/quickstart.yaml",
+    &["modules.lm.grid.tp=2", "modules.lm.grid.pp=2", "modules.lm.grid.dp=2"]
+)]
+#[cfg(target_os = "linux")]
+fn the_plan_tells_the_peak(#[case] recipe: &str, #[case] set: &[&str]) {
+    providers(&["nemotron-hybrid", "dense-gpt"]);
+    check(recipe, set);
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn the_plan_tells_the_peak_with_a_teacher() {
+    providers(&["nemotron-hybrid"]);
+    let parent = tempfile::tempdir().unwrap();
+    let recipe = "recipes/cpu/quickstart.yaml";
+    output(&["train", "--run-dir", parent.path().to_str().unwrap(), "--steps", "1"], recipe, &WIDE);
+    let teacher = format!("modules.lm.teacher={{load: {}}}", parent.path().display());
+    check(recipe, &[&WIDE[..], &[&teacher]].concat());
 }

@@ -101,7 +101,7 @@ pub fn measure<T: Element>(case: &Case, time: Duration) -> Result<Vec<Measured>>
         params[entry.stored.offset..][..entry.stored.len].iter_mut().zip(values).for_each(|(to, x)| *to = T::of(x));
     }
     let mut grads = vec![T::ZERO; table.param_len];
-    let mut memory = Memory { params: &params, grads: &mut grads, buffers: &[] };
+    let mut memory = Memory { params: &params, grads: &mut grads, buffers: &[], teacher: &[] };
     let mut runs: Vec<Profile> = Vec::new();
     let begun = Instant::now();
     // The first run touches memory for the first time.

@@ -70,7 +70,10 @@ fn plugins(recipe: &Recipe) -> Result<PluginSet> {
         allow_writable: false,
     });
     let modules = recipe.modules.values();
-    let names = modules.flat_map(|module| [Some(&module.provider), module.elastify.as_ref().map(|e| &e.provider)]);
+    let names = modules.flat_map(|module| {
+        let elastifier = module.elastify.as_ref().map(|e| &e.provider);
+        [Some(&module.provider), elastifier, module.teacher.as_ref().and_then(|t| t.provider.as_ref())]
+    });
     Ok(PluginSet::load(Search::standard(listed.collect()), names.flatten().map(String::as_str))?)
 }
 

@@ -43,7 +43,7 @@ pub(super) fn load(recipe: &Recipe, mut reader: CheckpointReader) -> Result<Mode
         changes::compare(then, recipe.resolved_yaml(), &hooks)
             .map_err(|failure| failure.at(format!("checkpoint {}", reader.folder().display())))?;
     }
-    let mut engine = engine::create(recipe, plugins, None)?;
+    let mut engine = engine::create_forward(recipe, plugins)?;
     engine.load_weights(&mut reader)?;
     let (checkpoint, step) = (reader.folder().to_path_buf(), reader.index().step);
     reader.finish(|name| name.starts_with("optimizer."))?;

@@ -29,6 +29,8 @@ pub enum Space {
     Grad,
     /// The rank's flat non-gradient buffers.
     Buffer,
+    /// The rank's flat parameters of another, frozen model that this one learns from.
+    Teacher,
 }
 
 /// A buffer and, for parameters, gradients and non-gradient buffers, its fixed place.
@@ -186,12 +188,22 @@ pub struct Node {
     pub call: u32,
 }
 
+/// How the value of a loss term becomes its part of the objective, which is per token of the step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Share {
+    /// A sum over the micro-batch's tokens, times a factor.
+    Sum(f64),
+    /// A mean over the micro-batch's tokens.
+    Mean,
+}
+
 /// A term of the objective.
 #[derive(Clone, Debug)]
 pub struct LossTerm {
     pub name: Arc<str>,
-    /// One element; a sum over this micro-batch.
+    /// One element, of this micro-batch.
     pub value: ValueId,
+    pub share: Share,
     /// One-element step input that its gradient begins with.
     pub seed: ValueId,
 }

@@ -9,6 +9,7 @@ use super::states::{StateKey, States};
 use crate::error::{Error, Result};
 use crate::mesh::{Grid, Place};
 use crate::model::ParamTable;
+use crate::model::params::Stored;
 use gantry_kernels::blocks::Blocks;
 use gantry_plugin_api::ops::{RegionKind, Role};
 use gantry_plugin_api::plan::{ModelPlan, PortKind, RoleMask};
@@ -252,13 +253,23 @@ impl<'m> Recorder<'m> {
         Ok(id)
     }
 
-    fn stored_value(
-        &mut self,
-        stored: &crate::model::params::Stored,
-        space: Space,
-        entry: Option<usize>,
-        needs_grad: bool,
-    ) -> ValueId {
+    /// A parameter of the frozen model that this one learns from. Its axes are that model's: no state of this one applies.
+    pub fn teacher_param(&mut self, stored: &Stored) -> ValueId {
+        let mut stored = stored.clone();
+        stored.dims.iter_mut().flat_map(|dim| &mut dim.segs).for_each(|seg| seg.axis = None);
+        self.stored_value(&stored, Space::Teacher, None, false)
+    }
+
+    /// A real input [tokens, channels] that the host fills before each replay, all rows on every rank.
+    pub fn rows_input(&mut self, name: &str, channels: Dim) -> ValueId {
+        let dims = [self.tokens(), channels];
+        let id = self.typed(name, DType::Real, dims, false, false);
+        self.g.pin(id);
+        self.g.inputs.insert(name.into(), id);
+        id
+    }
+
+    fn stored_value(&mut self, stored: &Stored, space: Space, entry: Option<usize>, needs_grad: bool) -> ValueId {
         let storage = self.g.storage(space, stored.len);
         self.g.storages[storage.0 as usize].fixed = Some(stored.offset);
         let dims: SmallVec<[Dim; 3]> = stored.dims.iter().map(|dim| self.active(dim)).collect();

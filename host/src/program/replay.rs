@@ -31,6 +31,8 @@ pub struct Memory<'a, T> {
     pub params: &'a [T],
     pub grads: &'a mut [T],
     pub buffers: &'a [T],
+    /// Parameters of the model that this one learns from, if there is one.
+    pub teacher: &'a [T],
 }
 
 /// Where a real operand begins.
@@ -42,6 +44,7 @@ enum At {
     Grad(usize, usize),
     Param(usize, usize),
     Buffer(usize, usize),
+    Teacher(usize, usize),
 }
 
 /// Disjoint ranges of a space in ascending order, and whether each is written.
@@ -237,10 +240,10 @@ fn bind_step(g: &Graph, plan: &Plan, action: &Action, tp: usize) -> Result<Bound
                     Space::Act => &mut acts,
                     Space::Grad => &mut grads,
                     Space::Int => &mut int_pieces,
-                    Space::Param | Space::Buffer if written => {
+                    Space::Param | Space::Buffer | Space::Teacher if written => {
                         return Err(Error::plugin(format!("{} writes a parameter", kernel.name())));
                     }
-                    Space::Param | Space::Buffer => continue,
+                    Space::Param | Space::Buffer | Space::Teacher => continue,
                 };
                 // Parameters that meet in one kernel twice have one main gradient.
                 if !pieces.iter().any(|(r, _)| *r == range(storage)) {
@@ -259,6 +262,7 @@ fn bind_step(g: &Graph, plan: &Plan, action: &Action, tp: usize) -> Result<Bound
                 Space::Grad => At::Grad(piece(&grads, o), o.offset),
                 Space::Param => At::Param(range(o.storage).start + o.offset, range(o.storage).end),
                 Space::Buffer => At::Buffer(range(o.storage).start + o.offset, range(o.storage).end),
+                Space::Teacher => At::Teacher(range(o.storage).start + o.offset, range(o.storage).end),
             };
             let int_at = |o: &Operand| (piece(&int_pieces, o), o.offset);
             Ok(Bound::Launch {
@@ -322,6 +326,7 @@ fn launch<T: Element>(bound: &Bound, arena: &mut Arena<T>, memory: &mut Memory<'
             At::Grad(piece, offset) => read(&grad, piece, offset),
             At::Param(start, end) => &memory.params[start..end],
             At::Buffer(start, end) => &memory.buffers[start..end],
+            At::Teacher(start, end) => &memory.teacher[start..end],
         })
         .collect();
     let int_slices: SmallVec<[&[i32]; 4]> = int_ins.iter().map(|&(piece, offset)| read(&int, piece, offset)).collect();
@@ -331,7 +336,7 @@ fn launch<T: Element>(bound: &Bound, arena: &mut Arena<T>, memory: &mut Memory<'
         *slice = match *at {
             At::Act(piece, offset) => write(&mut act, piece, offset),
             At::Grad(piece, offset) => write(&mut grad, piece, offset),
-            At::Param(..) | At::Buffer(..) => &mut [],
+            At::Param(..) | At::Buffer(..) | At::Teacher(..) => &mut [],
         };
     }
     let mut int_out_slices: [&mut [i32]; MAX_OUTS] = Default::default();

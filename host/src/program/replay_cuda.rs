@@ -24,6 +24,8 @@ pub struct DeviceMemory {
     pub params: Buffer<f32>,
     pub grads: Buffer<f32>,
     pub buffers: Buffer<f32>,
+    /// Parameters of the model that this one learns from, if there is one.
+    pub teacher: Option<Buffer<f32>>,
 }
 
 impl DeviceMemory {
@@ -33,6 +35,7 @@ impl DeviceMemory {
             params: device.alloc(param_len)?,
             grads: device.alloc(param_len)?,
             buffers: device.alloc(buffer_len)?,
+            teacher: None,
         })
     }
 }
@@ -178,6 +181,10 @@ impl Spaces<'_> {
             Space::Param => self.memory.params.span(range),
             Space::Grad => self.memory.grads.span(range),
             Space::Buffer => self.memory.buffers.span(range),
+            Space::Teacher => match &self.memory.teacher {
+                Some(teacher) => teacher.span(range),
+                None => Err(cuda::Error::new("the program reads a teacher's parameters, which are not on the GPU")),
+            },
         }
     }
 

@@ -289,7 +289,7 @@ impl OpTest {
             }
         }
         let mut main_grads = vec![0.0; table.param_len];
-        let mut memory = Memory { params: &params, grads: &mut main_grads, buffers: &[] };
+        let mut memory = Memory { params: &params, grads: &mut main_grads, buffers: &[], teacher: &[] };
         program.run(Phase::Forward, &mut arena, &mut memory, group)?;
         let mut results = Vec::new();
         for (n, &y) in outputs.iter().enumerate() {

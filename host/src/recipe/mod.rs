@@ -106,6 +106,9 @@ impl Recipe {
             if let Some(path) = &mut module.load {
                 absolute(&format!("modules.{name}.load"), path)?;
             }
+            if let Some(teacher) = &mut module.teacher {
+                absolute(&format!("modules.{name}.teacher.load"), &mut teacher.load)?;
+            }
         }
         // The run folder is where the user stands, not where the recipe lies.
         if let Some(dir) = &mut self.run.dir {

@@ -55,16 +55,22 @@ impl Recipe {
 
     /// A provider's sentence `NAME: config.key: why` or `NAME: why`, in the words of the recipe.
     fn of_provider(&self, sentence: &str, layers: &Layers) -> Option<String> {
+        let (of_teacher, sentence) = match sentence.strip_prefix("teacher: ") {
+            Some(rest) => (true, rest),
+            None => (false, sentence),
+        };
         let (module, provider, said) = self.modules.iter().find_map(|(name, module)| {
-            let elastifier = module.elastify.as_ref().map(|e| (format!("modules.{name}.elastify"), &e.provider));
-            [Some((format!("modules.{name}"), &module.provider)), elastifier].into_iter().flatten().find_map(
-                |(key, provider)| {
-                    let rest = sentence.strip_prefix(provider.as_str())?.strip_prefix(": ")?;
-                    // A provider may begin with its own name once more.
-                    let rest = rest.strip_prefix(&format!("{provider}: ")).unwrap_or(rest);
-                    Some((key, provider, rest))
-                },
-            )
+            let key = |part: &str| format!("modules.{name}{part}");
+            let elastifier = module.elastify.as_ref().map(|e| (key(".elastify"), &e.provider));
+            let teacher = module.teacher.as_ref();
+            let teacher = teacher.map(|t| (key(".teacher"), t.provider.as_ref().unwrap_or(&module.provider)));
+            let candidates = if of_teacher { [teacher, None] } else { [Some((key(""), &module.provider)), elastifier] };
+            candidates.into_iter().flatten().find_map(|(key, provider)| {
+                let rest = sentence.strip_prefix(provider.as_str())?.strip_prefix(": ")?;
+                // A provider may begin with its own name once more.
+                let rest = rest.strip_prefix(&format!("{provider}: ")).unwrap_or(rest);
+                Some((key, provider, rest))
+            })
         })?;
         let config = format!("{module}.config");
         let Some(rest) = said.strip_prefix("config").filter(|rest| rest.starts_with(['.', '[', ':'])) else {

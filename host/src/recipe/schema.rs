@@ -63,6 +63,51 @@ pub(crate) struct Module {
     pub(crate) freeze: bool,
     pub(crate) load: Option<PathBuf>,
     pub(crate) elastify: Option<Elastify>,
+    pub(crate) teacher: Option<Teacher>,
+}
+
+/// A frozen model that a module learns from.
+#[derive(Clone, Debug, serde::Deserialize, schemars::JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Teacher {
+    /// A checkpoint, a run folder (its newest) or its checkpoints/best.
+    pub(crate) load: PathBuf,
+    /// `None`: the module's provider.
+    #[serde(default)]
+    pub(crate) provider: Option<String>,
+    /// `None`: the module's config.
+    #[serde(default)]
+    pub(crate) config: Option<serde_json::Map<String, serde_json::Value>>,
+    /// Which way round the KL divergence is.
+    #[serde(default)]
+    pub(crate) divergence: DivergenceKind,
+    /// Logits of both models are divided by it.
+    #[serde(default = "one")]
+    pub(crate) temperature: f64,
+    /// Factor of the divergence in the objective.
+    #[serde(default = "one")]
+    pub(crate) kd_loss_scale: f64,
+    /// The cross entropy is reported and not minimised.
+    #[serde(default = "yes")]
+    pub(crate) skip_lm_loss: bool,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Deserialize, schemars::JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum DivergenceKind {
+    /// KL(teacher || student).
+    #[default]
+    Forward,
+    /// KL(student || teacher).
+    Reverse,
+}
+
+fn one() -> f64 {
+    1.0
+}
+
+fn yes() -> bool {
+    true
 }
 
 /// A module's process grid. Base view (tp, cp, dp, pp) with tp fastest; expert view (etp, ep, rest, pp).

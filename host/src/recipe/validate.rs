@@ -107,6 +107,11 @@ impl Check<'_> {
             for (part, size) in sizes.into_iter().chain(given) {
                 self.at_least_one(&key(&format!("grid.{part}")), size as u64)?;
             }
+            if let Some(teacher) = &module.teacher {
+                for (part, value) in [("temperature", teacher.temperature), ("kd_loss_scale", teacher.kd_loss_scale)] {
+                    self.range(&key(&format!("teacher.{part}")), value, f64::MIN_POSITIVE, f64::MAX)?;
+                }
+            }
         }
         for (index, plugin) in recipe.plugins.iter().enumerate() {
             if let Some(hash) = &plugin.sha256 {

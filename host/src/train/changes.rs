@@ -43,7 +43,9 @@ pub(crate) fn compare(then: &str, now: &str, hooks: &[&str]) -> Result<Option<St
                 other.push(format!("{change}, without effect: the run goes on from its own parameters"));
             }
             Some((_, rest)) if within(rest, "config") => model.push(change),
-            Some((_, rest)) if within(rest, "provider") || within(rest, "elastify") => weighty.push(change),
+            Some((_, rest)) if ["provider", "elastify", "teacher"].iter().any(|part| within(rest, part)) => {
+                weighty.push(change);
+            }
             None if WEIGHTY.iter().any(|part| within(key, part)) => weighty.push(change),
             _ => other.push(change),
         }

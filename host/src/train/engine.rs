@@ -2,7 +2,8 @@
 
 use super::guard::Diagnosis;
 use super::rank::Rank;
-use super::team::{ElasticSpec, Kind, Team, TeamSpec};
+use super::record::{Distillation, KD_LOSS};
+use super::team::{ElasticSpec, Kind, TeacherSpec, Team, TeamSpec, vocab};
 use super::{Engine, Hyper, LossSums, StepReport};
 use crate::checkpoint::{CheckpointReader, ElementType, PluginEntry, Staging};
 use crate::data::Batch;
@@ -11,8 +12,9 @@ use crate::mesh::Grid;
 use crate::optim::multipliers;
 use crate::optim::update::{AdamConfig, StepHyper};
 use crate::plugin::PluginSet;
+use crate::program::ops::lm_loss::Divergence;
 use crate::program::profile::Profile;
-use crate::recipe::{OptimizerKind, Precision, Recipe};
+use crate::recipe::{DivergenceKind, OptimizerKind, Precision, Recipe};
 use gantry_kernels::Element;
 use gantry_plugin_api::plan::ProviderKind;
 use serde_json::{Value, json};
@@ -32,7 +34,8 @@ pub fn spec(recipe: &Recipe, plugins: PluginSet, ranks: Option<usize>) -> Result
     };
     let hooked = recipe.modules.iter().filter(|(_, module)| hooks(&module.provider));
     for (hook, of_hook) in hooked {
-        let keys = [("load", of_hook.load.is_some()), ("freeze", of_hook.freeze)];
+        let keys =
+            [("load", of_hook.load.is_some()), ("freeze", of_hook.freeze), ("teacher", of_hook.teacher.is_some())];
         if let Some((key, _)) = keys.into_iter().find(|(_, given)| *given) {
             return Err(Error::recipe(format!(
                 "modules.{hook}.{key} has no effect: {} is a provider of hooks and has no parameters",
@@ -105,6 +108,18 @@ pub fn spec(recipe: &Recipe, plugins: PluginSet, ranks: Option<usize>) -> Result
         None => ElasticSpec::Off,
         Some(e) => ElasticSpec::Plugin { provider: e.provider.clone(), config: Value::Object(e.config.clone()) },
     };
+    let teacher = module.teacher.as_ref().map(|teacher| TeacherSpec {
+        provider: teacher.provider.clone().unwrap_or_else(|| module.provider.clone()),
+        config: Value::Object(teacher.config.clone().unwrap_or_else(|| module.config.clone())),
+        distillation: Distillation {
+            divergence: Divergence {
+                temperature: teacher.temperature,
+                reverse: teacher.divergence == DivergenceKind::Reverse,
+            },
+            scale: teacher.kd_loss_scale,
+            skip_lm_loss: teacher.skip_lm_loss,
+        },
+    });
     Ok(TeamSpec {
         plugins,
         provider: module.provider.clone(),
@@ -112,6 +127,8 @@ pub fn spec(recipe: &Recipe, plugins: PluginSet, ranks: Option<usize>) -> Result
         grid: built,
         seed: train.seed,
         elastic,
+        teacher,
+        trains: true,
         frozen: module.freeze,
         check_purity: cfg!(debug_assertions),
         state_grads: false,
@@ -144,15 +161,21 @@ pub fn adam(recipe: &Recipe) -> AdamConfig {
 
 /// Starts the ranks of a recipe. What is wrong with the recipe is named with its place.
 pub fn create(recipe: &Recipe, plugins: PluginSet, ranks: Option<usize>) -> Result<Box<dyn Engine>> {
-    start(recipe, plugins, ranks).map_err(|failure| recipe.locate(failure))
+    let spec = spec(recipe, plugins, ranks);
+    spec.and_then(|spec| start(recipe, &spec)).map_err(|failure| recipe.locate(failure))
 }
 
-fn start(recipe: &Recipe, plugins: PluginSet, ranks: Option<usize>) -> Result<Box<dyn Engine>> {
-    let entries = plugin_entries(&plugins);
-    let spec = spec(recipe, plugins, ranks)?;
+/// As [`create`], for forward passes only: without gradients, optimizer state and teacher.
+pub fn create_forward(recipe: &Recipe, plugins: PluginSet) -> Result<Box<dyn Engine>> {
+    let spec = spec(recipe, plugins, None).map(|spec| TeamSpec { trains: false, teacher: None, ..spec });
+    spec.and_then(|spec| start(recipe, &spec)).map_err(|failure| recipe.locate(failure))
+}
+
+fn start(recipe: &Recipe, spec: &TeamSpec) -> Result<Box<dyn Engine>> {
+    let entries = plugin_entries(&spec.plugins);
     match recipe.train.precision {
-        Precision::Fp32 => Ok(Box::new(TeamEngine::<f32>::new(recipe, &spec, entries)?)),
-        Precision::Fp64 => Ok(Box::new(TeamEngine::<f64>::new(recipe, &spec, entries)?)),
+        Precision::Fp32 => Ok(Box::new(TeamEngine::<f32>::new(recipe, spec, entries)?)),
+        Precision::Fp64 => Ok(Box::new(TeamEngine::<f64>::new(recipe, spec, entries)?)),
         Precision::Bf16 => Err(Error::recipe("train.precision bf16 needs a GPU; on the CPU use fp32")),
     }
 }
@@ -183,6 +206,7 @@ pub struct TeamEngine<T: Element> {
     /// Micro-batches of the step, with their indices.
     batches: Arc<Vec<(usize, Arc<Batch>)>>,
     adam: AdamConfig,
+    distillation: Option<Distillation>,
     micro_batches: usize,
     seq_length: usize,
     plugins: Vec<PluginEntry>,
@@ -201,7 +225,8 @@ impl<T: Element> TeamEngine<T> {
         let module = recipe.modules.iter().find(|(_, module)| module.provider == spec.provider);
         let module = module.map(|(name, _)| name.clone()).unwrap_or_default();
         let batches = Arc::default();
-        Ok(TeamEngine { team, module, batches, adam: adam(recipe), micro_batches, seq_length, plugins })
+        let distillation = spec.teacher.as_ref().map(|teacher| teacher.distillation);
+        Ok(TeamEngine { team, module, batches, adam: adam(recipe), distillation, micro_batches, seq_length, plugins })
     }
 
     /// Fills every tensor of the kinds. Every tensor of the checkpoint must be of one of them, or `may_stay` allow it; of
@@ -250,9 +275,6 @@ fn program_length(context: usize, window: usize, tp: usize) -> usize {
     context.next_power_of_two().max(SHORTEST).min(window.max(context)).next_multiple_of(tp)
 }
 
-/// What providers call the axis of token ids.
-const VOCAB_AXIS: &str = "vocab";
-
 impl<T: Element> Engine for TeamEngine<T> {
     fn gradients(&mut self, step: u64, batch: &(dyn Fn(usize) -> Batch + Sync), hyper: Hyper) -> Result<StepReport> {
         self.batches = Arc::new((0..self.micro_batches).map(|i| (i, Arc::new(batch(i)))).collect());
@@ -266,9 +288,13 @@ impl<T: Element> Engine for TeamEngine<T> {
         })?;
         let (sums, norm) = results[0].clone();
         let mut metrics = serde_json::Map::new();
-        let aux: f64 = results.iter().flat_map(|(s, _)| s.terms.values()).sum();
-        if results.iter().any(|(s, _)| !s.terms.is_empty()) {
-            metrics.insert("moe_aux_loss".into(), json!(aux));
+        for (name, value) in results.iter().flat_map(|(s, _)| &s.terms) {
+            let sum = metrics.get(name).and_then(Value::as_f64).unwrap_or(0.0);
+            metrics.insert(name.clone(), json!(sum + value));
+        }
+        // Like the cross entropy it is reported as it is, whatever its factor in the objective.
+        if let (Some(kd), Some(teacher)) = (metrics.get_mut(KD_LOSS), &self.distillation) {
+            *kd = json!(kd.as_f64().unwrap_or(0.0) / teacher.scale);
         }
         if let Some(ratio) = sums.load_max_over_mean {
             metrics.insert("expert_load_max_over_mean".into(), json!(ratio));
@@ -328,6 +354,10 @@ impl<T: Element> Engine for TeamEngine<T> {
         self.load_kinds(reader, &KINDS, Some(ElementType::of_bytes(T::BYTES)), |_| false)
     }
 
+    fn load_teacher(&mut self, reader: &mut CheckpointReader) -> Result<()> {
+        self.load_kinds(reader, &[Kind::Teacher, Kind::TeacherBuffers], None, |name| name.starts_with("optimizer."))
+    }
+
     fn load_weights(&mut self, reader: &mut CheckpointReader) -> Result<()> {
         self.load_kinds(reader, &[Kind::Params, Kind::Buffers], None, |name| name.starts_with("optimizer."))
     }
@@ -345,7 +375,7 @@ impl<T: Element> Engine for TeamEngine<T> {
     }
 
     fn vocab(&self) -> Option<usize> {
-        self.team.plan.axes.iter().find(|axis| axis.name == VOCAB_AXIS).map(|axis| axis.size)
+        vocab(&self.team.plan)
     }
 
     fn start_profile(&mut self) -> Result<()> {

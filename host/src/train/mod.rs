@@ -105,6 +105,8 @@ pub trait Engine {
     fn load(&mut self, reader: &mut CheckpointReader) -> Result<()>;
     /// Reads parameters and buffers only, for a run that begins from another one's.
     fn load_weights(&mut self, reader: &mut CheckpointReader) -> Result<()>;
+    /// Gives the teacher its parameters and buffers.
+    fn load_teacher(&mut self, reader: &mut CheckpointReader) -> Result<()>;
     /// Loss of micro-batches of one shape, without gradients; changes nothing that a step or a checkpoint sees.
     fn evaluate(&mut self, step: u64, batches: Vec<Batch>) -> Result<LossSums>;
     /// Logits [vocab] of the token after `context`, which is not empty and at most [`Engine::window`] long.
@@ -235,6 +237,7 @@ pub fn run(
             None
         }
     };
+    load_teachers(recipe, engine)?;
     hooks.run_begin()?;
     // Nothing can be wrong with the start any more; only now the run folder changes.
     let mut metrics =
@@ -373,13 +376,30 @@ pub(crate) fn check_vocab(model: Option<usize>, corpus: &Corpus) -> Result<()> {
 /// Begins from the parameters of a module's `load`.
 fn load_weights(recipe: &Recipe, engine: &mut dyn Engine) -> Result<()> {
     for (name, path) in recipe.modules.iter().filter_map(|(name, module)| Some((name, module.load.as_ref()?))) {
-        let at = |failure: Failure| failure.at(format!("modules.{name}.load"));
-        let mut reader = CheckpointReader::open(&locate(path).map_err(at)?).map_err(at)?;
-        engine.load_weights(&mut reader).map_err(at)?;
-        tracing::info!("modules.{name}: parameters of {}", origin(&reader));
-        reader.finish(|name| name.starts_with("optimizer.")).map_err(at)?;
+        let from = parameters_of(path, |reader| engine.load_weights(reader))
+            .map_err(|failure| failure.at(format!("modules.{name}.load")))?;
+        tracing::info!("modules.{name}: parameters of {from}");
     }
     Ok(())
+}
+
+/// Gives a module's teacher its parameters, however the run begins: they are in no checkpoint of it.
+fn load_teachers(recipe: &Recipe, engine: &mut dyn Engine) -> Result<()> {
+    for (name, teacher) in recipe.modules.iter().filter_map(|(name, module)| Some((name, module.teacher.as_ref()?))) {
+        let from = parameters_of(&teacher.load, |reader| engine.load_teacher(reader))
+            .map_err(|failure| failure.at(format!("modules.{name}.teacher.load")))?;
+        tracing::info!("modules.{name}: learns from {from}");
+    }
+    Ok(())
+}
+
+/// Loads the parameters of a checkpoint; says which it is.
+fn parameters_of(path: &std::path::Path, load: impl FnOnce(&mut CheckpointReader) -> Result<()>) -> Result<String> {
+    let mut reader = CheckpointReader::open(&locate(path)?)?;
+    load(&mut reader)?;
+    let from = origin(&reader);
+    reader.finish(|name| name.starts_with("optimizer."))?;
+    Ok(from)
 }
 
 /// A checkpoint in words.

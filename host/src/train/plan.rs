@@ -8,8 +8,8 @@
 
 use super::engine;
 use super::footprint::{self, DataNeeds, ProcessMemory};
-use super::record::{Mode, Signature, StageModel};
-use super::team::{ElasticSpec, TeamSpec, stages};
+use super::record::{Compiled, Mode, Signature, StageModel};
+use super::team::{Cut, ElasticSpec, TeamSpec, stage_model};
 use crate::checkpoint::Staging;
 use crate::error::Result;
 use crate::mesh::Place;
@@ -17,9 +17,10 @@ use crate::model::ParamTable;
 use crate::optim::multipliers;
 use crate::plugin::PluginSet;
 use crate::program::graph::{Action, Graph};
+use crate::program::replay::Program;
 use crate::program::states::States;
 use crate::recipe::{Precision, Recipe};
-use gantry_plugin_api::plan::{ModelPlan, Stage};
+use gantry_plugin_api::plan::Stage;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -70,7 +71,7 @@ pub struct RankReport {
     pub parameters: usize,
     pub memory: MemoryReport,
     pub micro_batches_per_step: usize,
-    /// Forward only, of one micro-batch.
+    /// Forward only, of one micro-batch, with the teacher's.
     pub forward_flops_per_micro_batch: f64,
     /// Forward and backward of all its micro-batches.
     pub flops_per_step: f64,
@@ -91,6 +92,8 @@ pub struct MemoryReport {
     pub communication: usize,
     /// The recorded program itself.
     pub record: usize,
+    /// Of the frozen model to learn from: parameters, one forward pass, record.
+    pub teacher: usize,
     pub total: usize,
 }
 
@@ -116,10 +119,10 @@ fn report(
 ) -> Result<PlanReport> {
     let spec = engine::spec(recipe, plugins, ranks)?;
     spec.grid.check()?;
-    let provider = spec.plugins.provider(&spec.provider, &spec.config)?;
-    let plan = provider.plan()?;
-    multipliers::resolve(&plan, &recipe.optimizer.multipliers)?;
-    let stages = stages(&plan, spec.grid.pp)?;
+    let student = Cut::of(&spec, &spec.provider, &spec.config)?;
+    let plan = &student.plan;
+    multipliers::resolve(plan, &recipe.optimizer.multipliers)?;
+    let teacher = student.of_teacher(&spec)?;
     let sequences = data.as_ref().map_or(recipe.train.micro_batch_size, |data| data.sequences);
     let mut assumes = vec![match &data {
         Ok(_) => format!("micro-batches of up to {sequences} sequences, the most that the data's documents make"),
@@ -135,14 +138,14 @@ fn report(
         let report = match distinct.entry((place.pp, place.tp)) {
             Entry::Occupied(alike) => alike.get().clone(),
             Entry::Vacant(new) => {
-                new.insert(rank_report(recipe, &spec, &plan, &stages[place.pp], place, sequences)?).clone()
+                new.insert(rank_report(recipe, &spec, &student, teacher.as_ref(), place, sequences)?).clone()
             }
         };
         reports.push(RankReport { rank, dp: place.dp, ..report });
     }
     let whole = Stage { begin: 0, end: plan.blocks.len() };
     let single = crate::mesh::Grid::SINGLE;
-    let table = ParamTable::new(&plan, &whole, single, single.place(0))?;
+    let table = ParamTable::new(plan, &whole, single, single.place(0))?;
     let mut by_kind: BTreeMap<String, usize> = BTreeMap::new();
     for entry in &table.params {
         *by_kind.entry(plan.blocks[plan.params[entry.plan].block].kind.clone()).or_default() += entry.stored.len;
@@ -205,28 +208,14 @@ fn precision(recipe: &Recipe) -> &'static str {
 fn rank_report(
     recipe: &Recipe,
     spec: &TeamSpec,
-    plan: &ModelPlan,
-    stage: &Stage,
+    student: &Cut,
+    teacher: Option<&Cut>,
     place: Place,
     sequences: usize,
 ) -> Result<RankReport> {
     let train = &recipe.train;
     let bytes = element_bytes(recipe);
-    let module = spec.plugins.provider(&spec.provider, &spec.config)?.build(stage)?;
-    let model = StageModel {
-        table: ParamTable::new(plan, stage, spec.grid, place)?,
-        plan: plan.clone(),
-        grid: spec.grid,
-        place,
-        stage: stage.clone(),
-        provider: spec.provider.clone(),
-        module,
-        roles: None,
-        frozen: spec.frozen,
-        seed: spec.seed,
-        state_grads: false,
-        tamper: None,
-    };
+    let model = stage_model(spec, &spec.provider, &spec.config, student.clone(), place)?;
     let states = States::default();
     let signature = Signature {
         mode: Mode::Train,
@@ -235,13 +224,27 @@ fn rank_report(
         max_seqs: sequences,
         states: states.keys.clone(),
     };
-    let compiled = model.compile(&signature, &states)?;
+    let teacher = match (teacher, &spec.teacher) {
+        (Some(cut), Some(teacher)) => {
+            let model = stage_model(spec, &teacher.provider, &teacher.config, cut.clone(), place)?;
+            let model = StageModel { frozen: true, ..model };
+            let compiled = model.compile(&Signature { mode: Mode::Hidden, ..signature.clone() }, &states, None)?;
+            Some((model, compiled, teacher.distillation))
+        }
+        _ => None,
+    };
+    let head = teacher.as_ref().and_then(|(model, compiled, how)| {
+        let entry = &model.table.params[compiled.head?];
+        Some((&entry.stored, *how))
+    });
+    let compiled = model.compile(&signature, &states, head)?;
     let sent = compiled.sent.map_or(0, |(id, _)| compiled.program.graph.value(id).len());
     let program = compiled.program;
     let micro_batches = train.global_batch_size / train.micro_batch_size / spec.grid.dp;
     let alive = (spec.grid.pp - place.pp).min(micro_batches);
     let table = &model.table;
-    let activations = alive * (program.plan.act_len * bytes + program.plan.int_len * size_of::<i32>());
+    let arena = |program: &Program| program.plan.act_len * bytes + program.plan.int_len * size_of::<i32>();
+    let activations = alive * arena(&program);
     let mut memory = MemoryReport {
         parameters: table.param_len * bytes,
         gradients: table.param_len * bytes,
@@ -250,6 +253,9 @@ fn rank_report(
         activations,
         communication: footprint::collectives(&program, table, spec.grid, place, bytes, sent),
         record: footprint::record(&program),
+        teacher: teacher.as_ref().map_or(0, |(StageModel { table, .. }, Compiled { program, .. }, _)| {
+            (table.param_len + table.buffer_len) * bytes + arena(program) + footprint::record(program)
+        }),
         total: 0,
     };
     memory.total = memory.parameters
@@ -258,14 +264,16 @@ fn rank_report(
         + memory.buffers
         + memory.activations
         + memory.communication
-        + memory.record;
-    let (forward, backward) = (flops(&program.graph, true), flops(&program.graph, false));
+        + memory.record
+        + memory.teacher;
+    let taught = teacher.as_ref().map_or(0.0, |(_, compiled, _)| flops(&compiled.program.graph, true));
+    let (forward, backward) = (flops(&program.graph, true) + taught, flops(&program.graph, false));
     Ok(RankReport {
         rank: 0,
         tp: place.tp,
         dp: place.dp,
         pp: place.pp,
-        blocks: plan.blocks[stage.begin..stage.end].iter().map(|block| block.path.clone()).collect(),
+        blocks: model.plan.blocks[model.stage.begin..model.stage.end].iter().map(|block| block.path.clone()).collect(),
         parameters: table.params.iter().map(|entry| entry.stored.len).sum(),
         memory,
         micro_batches_per_step: micro_batches,
@@ -371,7 +379,7 @@ impl PlanReport {
                 size(memory.gradients),
                 size(memory.optimizer),
                 size(memory.activations),
-                size(memory.communication + memory.record),
+                size(memory.communication + memory.record + memory.teacher),
                 size(memory.total),
                 rank.flops_per_step / 1e9
             );

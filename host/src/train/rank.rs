@@ -4,12 +4,14 @@
 
 use super::diagnose::Watch;
 use super::loads::Loads;
-use super::record::{Compiled, LOGITS_ROW, Mode, Signature, StageModel};
+use super::record::{Compiled, Distillation, LOGITS_ROW, Mode, Signature, StageModel, TEACHER_HIDDEN};
 use crate::comm::Group;
 use crate::data::Batch;
 use crate::error::{Error, Result};
+use crate::model::params::Stored;
 use crate::optim::update::{self, AdamConfig, Moments, StepHyper};
 use crate::plugin::ElastifierInstance;
+use crate::program::graph::Share;
 use crate::program::profile::Profile;
 use crate::program::replay::{Arena, Memory, Phase};
 use crate::program::states::States;
@@ -81,7 +83,15 @@ pub struct Rank<T> {
     pub profile: Option<Profile>,
     /// Looks at everything that replays write while it is there.
     pub(super) watch: Option<Watch>,
+    /// The frozen model this one learns from.
+    pub teacher: Option<Teacher<T>>,
     check_purity: bool,
+}
+
+/// A frozen model on the same rank, without gradients and optimizer state, and how to learn from it.
+pub struct Teacher<T> {
+    pub rank: Box<Rank<T>>,
+    pub distillation: Distillation,
 }
 
 /// A micro-batch between its forward and its backward.
@@ -91,9 +101,18 @@ pub(super) struct Live<T> {
 }
 
 impl<T: Element> Rank<T> {
-    /// A rank with initial parameters, the same for every layout.
-    pub fn new(model: StageModel, groups: Groups<T>, elastic: Elastic, check_purity: bool) -> Result<Rank<T>> {
+    /// A rank with initial parameters, the same for every layout. `trains`: it has gradients and optimizer state, without
+    /// which it computes forward passes only.
+    pub fn new(
+        model: StageModel,
+        groups: Groups<T>,
+        elastic: Elastic,
+        teacher: Option<Teacher<T>>,
+        check_purity: bool,
+        trains: bool,
+    ) -> Result<Rank<T>> {
         let len = model.table.param_len;
+        let trained = if trains { len } else { 0 };
         let mut params = zeros(len, "parameters")?;
         let mut buffers = zeros(model.table.buffer_len, "buffers")?;
         let fill = |to: &mut [T], stored: &crate::model::params::Stored| {
@@ -103,8 +122,11 @@ impl<T: Element> Rank<T> {
         model.table.params.iter().for_each(|entry| fill(&mut params, &entry.stored));
         model.table.buffers.iter().for_each(|entry| fill(&mut buffers, &entry.stored));
         Ok(Rank {
-            grads: zeros(len, "gradients")?,
-            moments: Moments { exp_avg: zeros(len, "optimizer state")?, exp_avg_sq: zeros(len, "optimizer state")? },
+            grads: zeros(trained, "gradients")?,
+            moments: Moments {
+                exp_avg: zeros(trained, "optimizer state")?,
+                exp_avg_sq: zeros(trained, "optimizer state")?,
+            },
             scale: T::of(f64::NAN),
             partial: vec![false; model.table.params.len()],
             params,
@@ -120,6 +142,7 @@ impl<T: Element> Rank<T> {
             step_inputs: BTreeMap::new(),
             profile: None,
             watch: None,
+            teacher,
             check_purity,
         })
     }
@@ -151,7 +174,7 @@ impl<T: Element> Rank<T> {
         }
         let (rank, tokens) = (self.groups.world.rank(), signature.tokens);
         let _record = tracing::info_span!("record", rank, tokens, mode = ?signature.mode).entered();
-        let compiled = self.model.compile(signature, states)?;
+        let compiled = self.model.compile(signature, states, self.teacher.as_ref().and_then(Teacher::head))?;
         let plan = &compiled.program.plan;
         tracing::debug!(
             steps = compiled.program.graph.steps.len(),
@@ -176,6 +199,12 @@ impl<T: Element> Rank<T> {
         info: &MicroBatchInfo,
         tokens_of_step: f64,
     ) -> Result<Live<T>> {
+        let learned = match &mut self.teacher {
+            Some(teacher) if mode == Mode::Train => {
+                Some(teacher.forward(batch, info, &self.step_inputs, &mut self.profile)?)
+            }
+            _ => None,
+        };
         let states = self.states(info)?;
         let signature = Signature {
             mode,
@@ -219,6 +248,15 @@ impl<T: Element> Rank<T> {
                 // The context whose next token is asked for is the first sequence.
                 LOGITS_ROW => program.get_int_mut(&mut arena, id)[0] = batch.cu_seqlens.get(1).map_or(0, |end| end - 1),
                 "loss_scale" => program.get_mut(&mut arena, id)[0] = T::of(1.0 / tokens_of_step),
+                "kd_scale" => {
+                    let scale = self.teacher.as_ref().map_or(0.0, |teacher| teacher.distillation.scale);
+                    program.get_mut(&mut arena, id)[0] = T::of(scale / tokens_of_step);
+                }
+                TEACHER_HIDDEN => {
+                    if let (Some(teacher), Some(learned)) = (&self.teacher, &learned) {
+                        program.get_mut(&mut arena, id).copy_from_slice(teacher.hidden(learned)?);
+                    }
+                }
                 "sample" => program.get_int_mut(&mut arena, id)[0] = batch.first_sample as i32,
                 "aux_scale" => program.get_mut(&mut arena, id)[0] = T::of(tokens / tokens_of_step),
                 name => {
@@ -235,10 +273,14 @@ impl<T: Element> Rank<T> {
                 }
             }
         }
+        if let (Some(teacher), Some(learned)) = (&mut self.teacher, learned) {
+            teacher.rank.give_back(learned);
+        }
         if let Some((id, _)) = compiled.received {
             self.groups.pp.recv(self.groups.pp.rank() - 1, program.get_mut(&mut arena, id))?;
         }
-        let mut memory = Memory { params: &self.params, grads: &mut self.grads, buffers: &self.buffers };
+        let teacher = self.teacher.as_ref().map_or(&[][..], |teacher| &teacher.rank.params);
+        let mut memory = Memory { params: &self.params, grads: &mut self.grads, buffers: &self.buffers, teacher };
         let (tp, profile) = (self.groups.tp.as_ref(), self.profile.as_mut());
         match &mut self.watch {
             None => program.run_profiled(Phase::Forward, &mut arena, &mut memory, tp, profile)?,
@@ -266,7 +308,10 @@ impl<T: Element> Rank<T> {
             sums.tokens += tokens;
         }
         for term in &program.graph.losses {
-            let weight = if Some(term.value) == *loss { 1.0 } else { tokens } / tokens_of_step;
+            let weight = match term.share {
+                Share::Sum(factor) => factor,
+                Share::Mean => tokens,
+            } / tokens_of_step;
             let value = one(term.value) * weight;
             if first_tp {
                 sums.objective += value;
@@ -291,7 +336,8 @@ impl<T: Element> Rank<T> {
         if let Some((_, Some(grad))) = *sent {
             self.groups.pp.recv(self.groups.pp.rank() + 1, program.get_mut(&mut live.arena, grad))?;
         }
-        let mut memory = Memory { params: &self.params, grads: &mut self.grads, buffers: &self.buffers };
+        let teacher = self.teacher.as_ref().map_or(&[][..], |teacher| &teacher.rank.params);
+        let mut memory = Memory { params: &self.params, grads: &mut self.grads, buffers: &self.buffers, teacher };
         let (tp, profile) = (self.groups.tp.as_ref(), self.profile.as_mut());
         match &mut self.watch {
             None => program.run_profiled(Phase::Backward, &mut live.arena, &mut memory, tp, profile)?,
@@ -411,6 +457,42 @@ impl<T: Element> Rank<T> {
             let grad = &self.grads[stored.offset..][..stored.len];
             grad.iter().find(|x| !x.is_finite()).map(|x| (stored.name.clone(), x.to_f64()))
         })
+    }
+}
+
+impl<T: Element> Teacher<T> {
+    /// The forward pass of a micro-batch with the step inputs of the student, timed in its profile.
+    fn forward(
+        &mut self,
+        batch: &Batch,
+        info: &MicroBatchInfo,
+        step_inputs: &BTreeMap<String, f64>,
+        profile: &mut Option<Profile>,
+    ) -> Result<Live<T>> {
+        for (name, &value) in step_inputs {
+            match self.rank.step_inputs.get_mut(name) {
+                Some(input) => *input = value,
+                None => drop(self.rank.step_inputs.insert(name.clone(), value)),
+            }
+        }
+        std::mem::swap(&mut self.rank.profile, profile);
+        let info = MicroBatchInfo { training: false, ..*info };
+        let live = self.rank.forward(Mode::Hidden, batch, &info, 1.0);
+        std::mem::swap(&mut self.rank.profile, profile);
+        live
+    }
+
+    /// The output weight and how to learn from it, on the last stage, once a forward pass was recorded.
+    fn head(&self) -> Option<(&Stored, Distillation)> {
+        let entry = self.rank.programs.values().find_map(|compiled| compiled.head)?;
+        Some((&self.rank.model.table.params[entry].stored, self.distillation))
+    }
+
+    /// What a forward pass gave, [tokens, hidden]; on the last stage.
+    fn hidden<'a>(&self, live: &'a Live<T>) -> Result<&'a [T]> {
+        let compiled = self.rank.programs.get(&live.signature);
+        let hidden = compiled.and_then(|compiled| Some(compiled.program.get(&live.arena, compiled.hidden?)));
+        hidden.ok_or_else(|| Error::plugin("the teacher's forward pass left no hidden states"))
     }
 }
 

@@ -3,11 +3,11 @@
 use crate::error::{Error, Result};
 use crate::mesh::{Grid, Place};
 use crate::model::ParamTable;
+use crate::model::params::Stored;
 use crate::plugin::{self, ModelStage};
 use crate::program::backprop;
-use crate::program::graph::LossTerm;
-use crate::program::graph::ValueId;
-use crate::program::ops::lm_loss::{Head, lm_loss};
+use crate::program::graph::{LossTerm, Share, ValueId};
+use crate::program::ops::lm_loss::{Divergence, Head, distillation_loss, lm_loss};
 use crate::program::ops::{gather_rows, linear};
 use crate::program::recorder::{Context, Recorder};
 use crate::program::replay::Program;
@@ -26,6 +26,24 @@ pub enum Mode {
     Logits,
     /// Logits of one token: the last of the first sequence.
     NextToken,
+    /// What the output weight is multiplied with, for a student: the last stage's activation [tokens, hidden].
+    Hidden,
+}
+
+/// Input of a student's program: its teacher's activation, see [`Mode::Hidden`].
+pub(super) const TEACHER_HIDDEN: &str = "teacher.hidden";
+
+/// Name of the loss term by which a student learns.
+pub const KD_LOSS: &str = "kd_loss";
+
+/// How a model learns from a frozen one.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Distillation {
+    pub divergence: Divergence,
+    /// Factor of the divergence in the objective.
+    pub scale: f64,
+    /// The cross entropy is reported and not minimised.
+    pub skip_lm_loss: bool,
 }
 
 /// Input of [`Mode::NextToken`]: the row whose logits are computed, i32 [1].
@@ -68,6 +86,8 @@ pub struct Compiled {
     /// Sum of the cross entropy over unmasked tokens.
     pub loss: Option<ValueId>,
     pub logits: Option<ValueId>,
+    /// [tokens, hidden] of [`Mode::Hidden`], on the last stage.
+    pub hidden: Option<ValueId>,
     /// Entry of the parameter table whose rows are the vocabulary, on the last stage.
     pub head: Option<usize>,
     /// Activation from the previous stage, and the gradient that goes back.
@@ -106,12 +126,19 @@ impl StageModel {
         })
     }
 
-    /// Records, differentiates and binds the program of a signature.
-    pub fn compile(&self, signature: &Signature, states: &States) -> Result<Compiled> {
+    /// Records, differentiates and binds the program of a signature. `teacher`: the output weight of the model to learn
+    /// from, as it is stored on this rank, and how; only programs with [`Mode::Train`] do.
+    pub fn compile(
+        &self,
+        signature: &Signature,
+        states: &States,
+        teacher: Option<(&Stored, Distillation)>,
+    ) -> Result<Compiled> {
         let mut cx = self.recorder(signature, states);
         self.module.forward(&mut cx)?;
         let ends_model = self.stage.end == self.plan.blocks.len();
-        let (mut loss, mut logits, mut head, mut sent, mut seeds) = (None, None, None, None, Vec::new());
+        let (mut loss, mut logits, mut head, mut last, mut sent) = (None, None, None, None, None);
+        let mut seeds = Vec::new();
         if ends_model {
             let port = self.port(Direction::Output, PortKind::LanguageModel)?;
             let Some([hidden, weight]) = cx.g.outputs.get(port).map(|ids| [ids[0], ids[1]]) else {
@@ -119,21 +146,28 @@ impl StageModel {
             };
             cx.begin_call("loss");
             head = cx.value(weight).param;
-            let rows = match signature.mode {
-                Mode::Train | Mode::Loss => None,
-                Mode::Logits => Some(hidden),
+            let student = Head { hidden, weight };
+            match signature.mode {
+                Mode::Train | Mode::Loss => {
+                    let teacher = teacher.filter(|_| signature.mode == Mode::Train);
+                    let minimised = !teacher.is_some_and(|(_, how)| how.skip_lm_loss);
+                    loss = Some(language_model_loss(&mut cx, student, signature.tokens, minimised)?);
+                    if let Some((weight, how)) = teacher {
+                        learn(&mut cx, student, weight, how)?;
+                    }
+                }
+                Mode::Logits => logits = Some(project(&mut cx, student)?),
                 Mode::NextToken => {
                     let row = cx.int_input(LOGITS_ROW, 1)?;
-                    Some(gather_rows::record(&mut cx, Default::default(), &[hidden, row])?[0])
+                    let hidden = gather_rows::record(&mut cx, Default::default(), &[hidden, row])?[0];
+                    logits = Some(project(&mut cx, Head { hidden, weight })?);
                 }
-            };
-            match rows {
-                Some(rows) => {
-                    let y = linear::record(&mut cx, Default::default(), &[rows, weight])?[0];
-                    cx.g.pin(y);
-                    logits = Some(y);
+                Mode::Hidden => {
+                    let rows = cx.replicated(hidden)?;
+                    let rows = cx.contiguous(rows);
+                    cx.g.pin(rows);
+                    last = Some(rows);
                 }
-                None => loss = Some(language_model_loss(&mut cx, Head { hidden, weight }, signature.tokens)?),
             }
         } else {
             let port = self.output_activation()?;
@@ -178,7 +212,8 @@ impl StageModel {
             tamper(&mut cx.g, self.place);
         }
         let program = Program::bind(std::mem::take(&mut cx.g), self.grid.tp)?;
-        Ok(Compiled { program, loss, logits, head, received: received.map(|id| (id, returned)), sent, state_grads })
+        let received = received.map(|id| (id, returned));
+        Ok(Compiled { program, loss, logits, hidden: last, head, received, sent, state_grads })
     }
 
     /// An error if two recordings of a signature differ.
@@ -204,13 +239,35 @@ impl StageModel {
     }
 }
 
-/// Cross entropy at the output port, as the first term of the objective.
-fn language_model_loss(cx: &mut Recorder<'_>, head: Head, tokens: usize) -> Result<ValueId> {
+/// Logits of every row of the hidden states.
+fn project(cx: &mut Recorder<'_>, Head { hidden, weight }: Head) -> Result<ValueId> {
+    let logits = linear::record(cx, Default::default(), &[hidden, weight])?[0];
+    cx.g.pin(logits);
+    Ok(logits)
+}
+
+/// Cross entropy at the output port, as the first term of the objective if it is `minimised`.
+fn language_model_loss(cx: &mut Recorder<'_>, head: Head, tokens: usize, minimised: bool) -> Result<ValueId> {
     let labels = cx.int_input("labels", tokens)?;
     let mask = cx.real_input("loss_mask", tokens)?;
-    let seed = cx.real_input("loss_scale", 1)?;
     let total = lm_loss(cx, head, labels, mask, 0.0)?.total;
     cx.g.pin(total);
-    cx.g.losses.push(LossTerm { name: "lm_loss".into(), value: total, seed });
+    if minimised {
+        let seed = cx.real_input("loss_scale", 1)?;
+        cx.g.losses.push(LossTerm { name: "lm_loss".into(), value: total, share: Share::Sum(1.0), seed });
+    }
     Ok(total)
+}
+
+/// The divergence from the teacher at the output port, as a term of the objective.
+fn learn(cx: &mut Recorder<'_>, student: Head, weight: &Stored, how: Distillation) -> Result<()> {
+    cx.begin_call("distillation");
+    let weight = cx.teacher_param(weight);
+    let hidden = cx.rows_input(TEACHER_HIDDEN, cx.value(weight).last().clone());
+    let mask = cx.real_input("loss_mask", cx.cx.tokens)?;
+    let seed = cx.real_input("kd_scale", 1)?;
+    let total = distillation_loss(cx, student, Head { hidden, weight }, mask, how.divergence)?.total;
+    cx.g.pin(total);
+    cx.g.losses.push(LossTerm { name: KD_LOSS.into(), value: total, share: Share::Sum(how.scale), seed });
+    Ok(())
 }

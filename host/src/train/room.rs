@@ -6,12 +6,13 @@ use crate::error::{Error, Result};
 /// Refuses a plan that needs more than `available` bytes. All ranks are threads of this process.
 pub fn check(plan: &PlanReport, available: u64) -> Result<()> {
     let sum = |part: fn(&super::plan::MemoryReport) -> usize| plan.ranks.iter().map(|rank| part(&rank.memory)).sum();
-    let parts: [(&str, usize); 7] = [
+    let parts: [(&str, usize); 8] = [
         ("parameters and buffers", sum(|memory| memory.parameters + memory.buffers)),
         ("gradients", sum(|memory| memory.gradients)),
         ("optimizer state", sum(|memory| memory.optimizer)),
         ("activations", sum(|memory| memory.activations)),
         ("communication and records", sum(|memory| memory.communication + memory.record)),
+        ("the teacher", sum(|memory| memory.teacher)),
         ("copies while a checkpoint is written", plan.process.checkpoint),
         ("batches of a step and those made ahead", plan.process.data),
     ];
@@ -52,6 +53,7 @@ mod tests {
             activations: 500,
             communication: 90,
             record: 9,
+            teacher: 0,
             total: 1000,
         };
         let rank = RankReport { memory, ..RankReport::default() };
@@ -69,7 +71,7 @@ mod tests {
         let failure = check(&plan(2, 300), 2299).unwrap_err();
         assert_eq!(failure.sentence, "the run needs 2.2 KiB of memory, 2.2 KiB are available on this machine");
         assert_eq!(failure.details[0], "parameters and buffers: 202 B");
-        assert_eq!(failure.details[5], "copies while a checkpoint is written: 300 B");
+        assert_eq!(failure.details[6], "copies while a checkpoint is written: 300 B");
         assert!(failure.remedy.unwrap().starts_with("set checkpoint.async to false"));
         assert_eq!(failure.cause as u8, 2);
         check(&plan(2, 300), 2300).unwrap();
@@ -83,7 +85,7 @@ mod tests {
         plan.process.data = 5000;
         check(&plan, 6000).unwrap();
         let failure = check(&plan, 5999).unwrap_err();
-        assert_eq!(failure.details[6], "batches of a step and those made ahead: 4.9 KiB");
+        assert_eq!(failure.details[7], "batches of a step and those made ahead: 4.9 KiB");
         assert!(failure.remedy.unwrap().contains("train.global_batch_size"));
     }
 }

@@ -3,8 +3,8 @@
 //! Work is sent to every rank at once; an error or panic of one ends the waiting of all. Tensors leave and enter in
 //! logical order, one at a time, whatever the layout.
 
-use super::rank::{Elastic, Groups, Rank};
-use super::record::{StageModel, Tamper};
+use super::rank::{Elastic, Groups, Rank, Teacher};
+use super::record::{Distillation, StageModel, Tamper};
 use crate::checkpoint::{LogicalTensor, TensorData};
 use crate::comm::{Group, threads};
 use crate::error::{Cause, Error, Result};
@@ -17,7 +17,7 @@ use gantry_kernels::Element;
 use gantry_plugin_api::plan::{AxisSetting, ModelPlan, Stage};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, Sender, channel, sync_channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -29,6 +29,14 @@ pub enum ElasticSpec {
     Plugin { provider: String, config: serde_json::Value },
 }
 
+/// A frozen model to learn from: on the same grid, never elastic.
+#[derive(Clone, Debug)]
+pub struct TeacherSpec {
+    pub provider: String,
+    pub config: serde_json::Value,
+    pub distillation: Distillation,
+}
+
 /// Everything a team is made from.
 #[derive(Clone)]
 pub struct TeamSpec {
@@ -38,6 +46,9 @@ pub struct TeamSpec {
     pub grid: Grid,
     pub seed: u64,
     pub elastic: ElasticSpec,
+    pub teacher: Option<TeacherSpec>,
+    /// Ranks have gradients and optimizer state; otherwise they compute forward passes only.
+    pub trains: bool,
     /// Parameters take no gradient.
     pub frozen: bool,
     /// Record every signature twice and compare.
@@ -58,17 +69,28 @@ pub enum Kind {
     ExpAvg,
     ExpAvgSq,
     Buffers,
+    /// Parameters and buffers of the teacher.
+    Teacher,
+    TeacherBuffers,
 }
 
 impl Kind {
     /// What its tensors' names begin with in a checkpoint.
     pub fn prefix(self) -> &'static str {
         match self {
-            Kind::Params | Kind::Buffers => "",
+            Kind::Params | Kind::Buffers | Kind::Teacher | Kind::TeacherBuffers => "",
             Kind::Grads => "grad.",
             Kind::ExpAvg => "optimizer.exp_avg.",
             Kind::ExpAvgSq => "optimizer.exp_avg_sq.",
         }
+    }
+
+    fn is_buffers(self) -> bool {
+        matches!(self, Kind::Buffers | Kind::TeacherBuffers)
+    }
+
+    fn is_of_teacher(self) -> bool {
+        matches!(self, Kind::Teacher | Kind::TeacherBuffers)
     }
 }
 
@@ -80,6 +102,7 @@ pub type Entries = Vec<(String, Vec<usize>)>;
 /// The ranks of a model.
 pub struct Team<T> {
     pub plan: ModelPlan,
+    teacher: Option<ModelPlan>,
     pub grid: Grid,
     jobs: Vec<Sender<Job<T>>>,
     threads: Vec<JoinHandle<()>>,
@@ -118,18 +141,16 @@ impl<T: Element> Team<T> {
     /// Starts the ranks: each makes its own provider instance, its share of the parameters, and waits for work.
     pub fn start(spec: &TeamSpec) -> Result<Team<T>> {
         spec.grid.check()?;
-        let plan = spec.plugins.provider(&spec.provider, &spec.config)?.plan().map_err(Error::from)?;
-        let stages = stages(&plan, spec.grid.pp)?;
-        // What a layout cannot hold shows on any of its ranks: before the first thread starts.
-        for stage in &stages {
-            ParamTable::new(&plan, stage, spec.grid, spec.grid.place(0))?;
-        }
+        let student = Cut::of(spec, &spec.provider, &spec.config)?;
+        let teacher = student.of_teacher(spec)?;
         let mut groups = groups::<T>(spec.grid, spec.timeout);
+        let mut of_teacher = teacher.as_ref().map(|_| self::groups::<T>(spec.grid, spec.timeout)).unwrap_or_default();
         let (mut jobs, mut handles, mut ready) = (Vec::new(), Vec::new(), Vec::new());
         for rank in (0..spec.grid.ranks()).rev() {
             let Some(groups) = groups.pop() else { break };
             let (place, ranks) = (spec.grid.place(rank), spec.grid.ranks());
-            let (spec, plan, stage) = (spec.clone(), plan.clone(), stages[place.pp].clone());
+            let teacher = of_teacher.pop().zip(teacher.clone());
+            let (spec, student) = (spec.clone(), student.clone());
             let (job_sender, job_receiver) = channel::<Job<T>>();
             let (ready_sender, ready_receiver) = channel();
             let thread = std::thread::Builder::new()
@@ -137,7 +158,7 @@ impl<T: Element> Team<T> {
                 .spawn(move || {
                     match guarded(rank, || {
                         let workers = own_workers(ranks)?;
-                        Ok((build(&spec, plan, stage, place, groups)?, workers))
+                        Ok((build(&spec, student, teacher, place, groups)?, workers))
                     }) {
                         Ok((mut rank, _workers)) => {
                             let _ = ready_sender.send(Ok(()));
@@ -156,7 +177,13 @@ impl<T: Element> Team<T> {
             ready.push(ready_receiver);
         }
         jobs.reverse();
-        let team = Team { plan, grid: spec.grid, jobs, threads: handles };
+        let team = Team {
+            plan: student.plan,
+            teacher: teacher.map(|teacher| teacher.plan),
+            grid: spec.grid,
+            jobs,
+            threads: handles,
+        };
         let results = ready.iter().map(|r| r.recv().unwrap_or_else(|_| Err(lost()))).collect::<Vec<_>>();
         first_error(results).map(|_| team)
     }
@@ -179,10 +206,13 @@ impl<T: Element> Team<T> {
                     let result = guarded(index, || job(rank));
                     if let Err(e) = &result {
                         let why = format!("rank {index} stopped: {}", e.sentence);
-                        rank.groups.world.abort(&why);
-                        rank.groups.tp.abort(&why);
-                        rank.groups.dp.abort(&why);
-                        rank.groups.pp.abort(&why);
+                        let of_teacher = rank.teacher.as_ref().map(|teacher| &teacher.rank.groups);
+                        for groups in std::iter::once(&rank.groups).chain(of_teacher) {
+                            groups.world.abort(&why);
+                            groups.tp.abort(&why);
+                            groups.dp.abort(&why);
+                            groups.pp.abort(&why);
+                        }
                     }
                     let _ = sender.send(result);
                 }));
@@ -194,7 +224,14 @@ impl<T: Element> Team<T> {
 
     /// Number of tensors of a kind; they are gathered by number.
     fn count(&self, kind: Kind) -> usize {
-        if kind == Kind::Buffers { self.plan.buffers.len() } else { self.plan.params.len() }
+        let plan = self.plan_of(kind);
+        if kind.is_buffers() { plan.buffers.len() } else { plan.params.len() }
+    }
+
+    /// The plan that declares tensors of a kind; an empty one where there is no teacher.
+    fn plan_of(&self, kind: Kind) -> &ModelPlan {
+        static NONE: LazyLock<ModelPlan> = LazyLock::new(ModelPlan::default);
+        if kind.is_of_teacher() { self.teacher.as_ref().unwrap_or(&NONE) } else { &self.plan }
     }
 
     /// One declared tensor in logical order, from the ranks that hold it; none if another, tied one stands for it.
@@ -203,9 +240,9 @@ impl<T: Element> Team<T> {
             if rank.model.place.dp != 0 {
                 return Ok(None);
             }
-            let Some(stored) = stored(&rank.model.table, kind, index) else { return Ok(None) };
+            let Some(stored) = stored(table(rank, kind)?, kind, index) else { return Ok(None) };
             let range = stored.offset..stored.offset + stored.len;
-            let values: Vec<f64> = data(rank, kind)[range].iter().map(|x| x.to_f64()).collect();
+            let values: Vec<f64> = data(rank, kind)?[range].iter().map(|x| x.to_f64()).collect();
             Ok(Some((stored.shape(), stored.logical_indices().collect::<Vec<usize>>(), values)))
         })?;
         let mut whole: Option<(Vec<usize>, Vec<f64>)> = None;
@@ -238,8 +275,8 @@ impl<T: Element> Team<T> {
             if rank.model.place.dp != 0 {
                 return Ok(());
             }
-            let Some(stored) = stored(&rank.model.table, kind, index) else { return Ok(()) };
-            let values = &data(rank, kind)[stored.offset..][..stored.len];
+            let Some(stored) = stored(table(rank, kind)?, kind, index) else { return Ok(()) };
+            let values = &data(rank, kind)?[stored.offset..][..stored.len];
             let mut bytes = to.lock().unwrap_or_else(PoisonError::into_inner);
             stored.each_logical_run(|local, logical, len| {
                 let (from, to) = (&values[local..][..len], &mut bytes[logical * T::BYTES..][..len * T::BYTES]);
@@ -259,15 +296,16 @@ impl<T: Element> Team<T> {
 
     /// Names and shapes of the checkpoint tensors that a declared one becomes.
     pub fn entries(&self, kind: Kind) -> Result<Vec<Entries>> {
+        let plan = self.plan_of(kind);
         let table = ParamTable::new(
-            &self.plan,
-            &Stage { begin: 0, end: self.plan.blocks.len() },
+            plan,
+            &Stage { begin: 0, end: plan.blocks.len() },
             Grid::SINGLE,
             Place { tp: 0, dp: 0, pp: 0 },
         )?;
         Ok((0..self.count(kind))
             .map(|index| {
-                let first = kind == Kind::Buffers || table.params.iter().any(|p| p.plan == index);
+                let first = kind.is_buffers() || table.params.iter().any(|p| p.plan == index);
                 match stored(&table, kind, index).filter(|_| first) {
                     None => Vec::new(),
                     Some(stored) => {
@@ -283,10 +321,11 @@ impl<T: Element> Team<T> {
     }
 
     fn name(&self, kind: Kind, index: usize) -> (String, Option<Vec<usize>>) {
-        if kind == Kind::Buffers {
-            (self.plan.buffers[index].name.clone(), None)
+        let plan = self.plan_of(kind);
+        if kind.is_buffers() {
+            (plan.buffers[index].name.clone(), None)
         } else {
-            (self.plan.params[index].name.clone(), self.plan.params[index].export_shape.clone())
+            (plan.params[index].name.clone(), plan.params[index].export_shape.clone())
         }
     }
 
@@ -294,7 +333,7 @@ impl<T: Element> Team<T> {
     pub fn scatter(&self, kind: Kind, index: usize, values: Vec<f64>) -> Result<()> {
         let values = Arc::new(values);
         self.all(move |rank| {
-            let Some(stored) = stored(&rank.model.table, kind, index).cloned() else { return Ok(()) };
+            let Some(stored) = stored(table(rank, kind)?, kind, index).cloned() else { return Ok(()) };
             let wants: usize = stored.shape().iter().product();
             if values.len() != wants {
                 return Err(Error::data(format!(
@@ -303,7 +342,7 @@ impl<T: Element> Team<T> {
                     values.len()
                 )));
             }
-            let to = &mut data_mut(rank, kind)[stored.offset..][..stored.len];
+            let to = &mut data_mut(rank, kind)?[stored.offset..][..stored.len];
             to.iter_mut().zip(stored.logical_indices()).for_each(|(to, i)| *to = T::of(values[i]));
             Ok(())
         })
@@ -321,31 +360,49 @@ impl<T> Drop for Team<T> {
 }
 
 fn stored(table: &ParamTable, kind: Kind, index: usize) -> Option<&Stored> {
-    match kind {
-        Kind::Buffers => table.buffer_of_plan[index].map(|i| &table.buffers[i].stored),
-        // A tied parameter is gathered under the first name it has.
-        _ => table.params.iter().find(|p| p.plan == index).map(|p| &p.stored),
+    if kind.is_buffers() {
+        return table.buffer_of_plan[index].map(|i| &table.buffers[i].stored);
+    }
+    // A tied parameter is gathered under the first name it has.
+    table.params.iter().find(|p| p.plan == index).map(|p| &p.stored)
+}
+
+fn table<T: Element>(rank: &Rank<T>, kind: Kind) -> Result<&ParamTable> {
+    match &rank.teacher {
+        _ if !kind.is_of_teacher() => Ok(&rank.model.table),
+        Some(teacher) => Ok(&teacher.rank.model.table),
+        None => Err(no_teacher()),
     }
 }
 
-fn data<T: Element>(rank: &Rank<T>, kind: Kind) -> &[T] {
-    match kind {
+fn data<T: Element>(rank: &Rank<T>, kind: Kind) -> Result<&[T]> {
+    let teacher = rank.teacher.as_ref().map(|teacher| &teacher.rank);
+    Ok(match kind {
         Kind::Params => &rank.params,
         Kind::Grads => &rank.grads,
         Kind::ExpAvg => &rank.moments.exp_avg,
         Kind::ExpAvgSq => &rank.moments.exp_avg_sq,
         Kind::Buffers => &rank.buffers,
-    }
+        Kind::Teacher => &teacher.ok_or_else(no_teacher)?.params,
+        Kind::TeacherBuffers => &teacher.ok_or_else(no_teacher)?.buffers,
+    })
 }
 
-fn data_mut<T: Element>(rank: &mut Rank<T>, kind: Kind) -> &mut [T] {
-    match kind {
+fn data_mut<T: Element>(rank: &mut Rank<T>, kind: Kind) -> Result<&mut [T]> {
+    let teacher = rank.teacher.as_mut().map(|teacher| &mut teacher.rank);
+    Ok(match kind {
         Kind::Params => &mut rank.params,
         Kind::Grads => &mut rank.grads,
         Kind::ExpAvg => &mut rank.moments.exp_avg,
         Kind::ExpAvgSq => &mut rank.moments.exp_avg_sq,
         Kind::Buffers => &mut rank.buffers,
-    }
+        Kind::Teacher => &mut teacher.ok_or_else(no_teacher)?.params,
+        Kind::TeacherBuffers => &mut teacher.ok_or_else(no_teacher)?.buffers,
+    })
+}
+
+fn no_teacher() -> Error {
+    Error::recipe("the module has no teacher")
 }
 
 /// The checkpoint tensors of a declared one: itself, or one per unit of its leading dimension where the name has `{axis}`.
@@ -389,40 +446,104 @@ fn own_workers(ranks: usize) -> Result<rayon::ThreadPool> {
         .map_err(|e| Error::communication(format!("cannot start the worker threads of a rank: {e}")))
 }
 
+/// What providers call the axis of token ids.
+const VOCAB_AXIS: &str = "vocab";
+
+/// Tokens of a model's vocabulary.
+pub(super) fn vocab(plan: &ModelPlan) -> Option<usize> {
+    plan.axes.iter().find(|axis| axis.name == VOCAB_AXIS).map(|axis| axis.size)
+}
+
+/// A model's declaration and its pipeline stages.
+#[derive(Clone)]
+pub(super) struct Cut {
+    pub plan: ModelPlan,
+    stages: Vec<Stage>,
+}
+
+impl Cut {
+    pub fn of(spec: &TeamSpec, provider: &str, config: &serde_json::Value) -> Result<Cut> {
+        let plan = spec.plugins.provider(provider, config)?.plan().map_err(Error::from)?;
+        let stages = stages(&plan, spec.grid.pp)?;
+        // What a layout cannot hold shows on any of its ranks: before the first thread starts.
+        for stage in &stages {
+            ParamTable::new(&plan, stage, spec.grid, spec.grid.place(0))?;
+        }
+        Ok(Cut { plan, stages })
+    }
+
+    /// The model that the one of `spec` learns from, if there is one; refused if it speaks of other tokens.
+    pub fn of_teacher(&self, spec: &TeamSpec) -> Result<Option<Cut>> {
+        let Some(teacher) = &spec.teacher else { return Ok(None) };
+        let cut = Cut::of(spec, &teacher.provider, &teacher.config).map_err(|e| e.at("teacher"))?;
+        match (vocab(&self.plan), vocab(&cut.plan)) {
+            (Some(ours), Some(theirs)) if ours != theirs => Err(Error::recipe(format!(
+                "the vocabulary of the teacher has {theirs} tokens, that of the model {ours}; they must be the same"
+            ))
+            .remedy("give both models one vocabulary size")),
+            _ => Ok(Some(cut)),
+        }
+    }
+}
+
 fn build<T: Element>(
     spec: &TeamSpec,
-    plan: ModelPlan,
-    stage: Stage,
+    student: Cut,
+    teacher: Option<(Groups<T>, Cut)>,
     place: Place,
     groups: Groups<T>,
 ) -> Result<Rank<T>> {
-    let provider = spec.plugins.provider(&spec.provider, &spec.config)?;
-    let module = provider.build(&stage).map_err(Error::from)?;
-    let table = ParamTable::new(&plan, &stage, spec.grid, place)?;
+    let teacher = match (teacher, &spec.teacher) {
+        (Some((groups, cut)), Some(teacher)) => {
+            let model =
+                StageModel { frozen: true, ..stage_model(spec, &teacher.provider, &teacher.config, cut, place)? };
+            let rank = Box::new(Rank::new(model, groups, Elastic::Off, None, spec.check_purity, false)?);
+            Some(Teacher { rank, distillation: teacher.distillation })
+        }
+        _ => None,
+    };
     let (elastic, roles) = match &spec.elastic {
         ElasticSpec::Off => (Elastic::Off, None),
         ElasticSpec::Fixed(settings) => (Elastic::Fixed(settings.clone()), None),
         ElasticSpec::Plugin { provider, config } => {
             let mut elastifier = spec.plugins.elastifier(provider, config)?;
-            let wants = elastifier.plan(&plan).map_err(Error::from)?;
+            let wants = elastifier.plan(&student.plan).map_err(Error::from)?;
             (Elastic::Plugin(Box::new(elastifier)), wants.roles)
         }
     };
     let model = StageModel {
+        roles,
+        state_grads: spec.state_grads,
+        tamper: spec.tamper.clone(),
+        ..stage_model(spec, &spec.provider, &spec.config, student, place)?
+    };
+    Rank::new(model, groups, elastic, teacher, spec.check_purity, spec.trains)
+}
+
+/// A rank's stage of a model as the recipe has it, without an elastifier.
+pub(super) fn stage_model(
+    spec: &TeamSpec,
+    provider: &str,
+    config: &serde_json::Value,
+    Cut { plan, mut stages }: Cut,
+    place: Place,
+) -> Result<StageModel> {
+    let stage = stages.swap_remove(place.pp);
+    let module = spec.plugins.provider(provider, config)?.build(&stage).map_err(Error::from)?;
+    Ok(StageModel {
+        table: ParamTable::new(&plan, &stage, spec.grid, place)?,
         plan,
-        table,
         grid: spec.grid,
         place,
         stage,
-        provider: spec.provider.clone(),
+        provider: provider.into(),
         module,
-        roles,
+        roles: None,
         frozen: spec.frozen,
         seed: spec.seed,
-        state_grads: spec.state_grads,
-        tamper: spec.tamper.clone(),
-    };
-    Rank::new(model, groups, elastic, spec.check_purity)
+        state_grads: false,
+        tamper: None,
+    })
 }
 
 /// The groups of every rank of a grid, in rank order.

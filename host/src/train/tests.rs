@@ -66,6 +66,10 @@ impl Engine for Counter {
         Ok(())
     }
 
+    fn load_teacher(&mut self, _: &mut CheckpointReader) -> Result<()> {
+        Ok(())
+    }
+
     fn load_weights(&mut self, reader: &mut CheckpointReader) -> Result<()> {
         self.load(reader)
     }

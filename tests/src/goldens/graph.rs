@@ -154,7 +154,7 @@ impl Graph {
             to.iter_mut().zip(entry.stored.logical_indices()).for_each(|(to, i)| *to = T::of(values[i]));
         }
         let mut main_grads = vec![T::ZERO; table.param_len];
-        let mut memory = Memory { params: &params, grads: &mut main_grads, buffers: &buffers };
+        let mut memory = Memory { params: &params, grads: &mut main_grads, buffers: &buffers, teacher: &[] };
         program.run(Phase::Forward, &mut arena, &mut memory, &Alone).map_err(text)?;
 
         let mut results = Results::new();

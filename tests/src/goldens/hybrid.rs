@@ -45,6 +45,8 @@ fn spec(case: &Case, plugins: PluginSet) -> TeamSpec {
         grid: Grid::SINGLE,
         seed: 1,
         elastic: ElasticSpec::Off,
+        teacher: None,
+        trains: true,
         frozen: false,
         check_purity: true,
         state_grads: false,

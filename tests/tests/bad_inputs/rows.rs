@@ -172,6 +172,24 @@ fn recipes() -> Vec<Row> {
 
 fn provider_configs() -> Vec<Row> {
     vec![
+        row(
+            "teacher: temperature 0",
+            2,
+            "plan r.yaml",
+            &[Replace("    config:", "    teacher: {load: runs/small, temperature: 0}\n    config:")],
+        ),
+        row(
+            "teacher: without a checkpoint",
+            2,
+            "plan r.yaml",
+            &[Replace("    config:", "    teacher: {temperature: 2}\n    config:")],
+        ),
+        row(
+            "teacher: bad config",
+            2,
+            "plan r.yaml",
+            &[Replace("    config:", "    teacher: {load: runs/small, config: {num_layerz: 2}}\n    config:")],
+        ),
         row("config: unknown key", 2, "train r.yaml", &[Replace("hidden_size: 16", "hiden_size: 16")]),
         row("config: unknown key in an override", 2, "plan r.yaml --set modules.lm.config.hiden_size=3", &[]),
         row(
@@ -444,6 +462,36 @@ fn checkpoints() -> Vec<Row> {
             4,
             "train r.yaml",
             &[Replace("    config:", "    load: none-here\n    config:")],
+        ),
+        row(
+            "checkpoint: a teacher from nowhere",
+            4,
+            "train r.yaml",
+            &[Replace("    config:", "    teacher: {load: none-here}\n    config:")],
+        ),
+        row(
+            "checkpoint: a teacher of another width",
+            4,
+            "train r.yaml --run-dir other",
+            &[
+                Trained,
+                Replace("    config:", "    teacher: {load: runs/small}\n    config:"),
+                Replace("hidden_size: 16", "hidden_size: 32"),
+            ],
+        ),
+        row(
+            "checkpoint: a teacher of another vocabulary",
+            2,
+            "train r.yaml --run-dir other",
+            &[
+                Trained,
+                Replace(
+                    "    config:",
+                    "    teacher: {load: runs/small, config: {num_layers: 2, hidden_size: 16, num_attention_heads: 2, \
+                     ffn_hidden_size: 32, vocab_size: 257}}\n    config:",
+                ),
+                Replace("      vocab_size: 257\ndata", "      vocab_size: 320\ndata"),
+            ],
         ),
         row(
             "checkpoint: parameters of another model",

@@ -206,7 +206,7 @@ impl Recorded {
         program.get_mut(&mut arena, self.x).copy_from_slice(&inputs.x);
         program.get_mut(&mut arena, self.dy).copy_from_slice(&inputs.dy);
         let mut grads = inputs.grads.clone();
-        let mut memory = Memory { params: &inputs.params, grads: &mut grads, buffers: &[] };
+        let mut memory = Memory { params: &inputs.params, grads: &mut grads, buffers: &[], teacher: &[] };
         program.run(Phase::Forward, &mut arena, &mut memory, &Alone)?;
         program.run(Phase::Backward, &mut arena, &mut memory, &Alone)?;
         let (y, dx) = (program.get(&arena, self.y).to_vec(), program.get(&arena, self.dx).to_vec());

@@ -13,7 +13,7 @@ use super::{HostOp, Results, Typed};
 use crate::error::Result;
 use crate::program::backprop::{Backprop, Backward};
 use crate::program::dims::{Dim, Segment};
-use crate::program::graph::{Collective, Load, LossTerm, Value, ValueId};
+use crate::program::graph::{Collective, Load, LossTerm, Share, Value, ValueId};
 use crate::program::recorder::Recorder;
 use crate::program::states::StateKey;
 use gantry_kernels::cpu::elementwise::Scale;
@@ -219,7 +219,7 @@ fn auxiliary_loss(
     cx.node(LossGrad { x, stats, loss, cu_seqlens, shape, coefficients }, &[loss]);
     cx.g.pin(loss);
     cx.g.pin(metrics);
-    cx.g.losses.push(LossTerm { name: "moe_aux_loss".into(), value: loss, seed });
+    cx.g.losses.push(LossTerm { name: "moe_aux_loss".into(), value: loss, share: Share::Mean, seed });
     let first = if share.is_some() { "global_load_balancing_loss" } else { "load_balancing_loss" };
     let names = [first, "seq_load_balancing_loss", "z_loss"];
     for (i, (name, coefficient)) in names.into_iter().zip(coefficients).enumerate() {
