@@ -3,7 +3,10 @@
 //! Every error that leaves a module on its way to the command line is turned into a [`Failure`] where the context is
 //! known; the command line only prints it. Nothing here knows any other module.
 
+use std::any::Any;
+use std::cell::Cell;
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// Why the program ends, as its exit status.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -99,9 +102,42 @@ impl fmt::Display for Failure {
 
 impl std::error::Error for Failure {}
 
+thread_local! {
+    static GUARDED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs code of a library that may panic on what a file holds; the panic's words are the error.
+pub fn guarded<T>(ask: impl FnOnce() -> T) -> Result<T, String> {
+    let before = GUARDED.replace(true);
+    let done = catch_unwind(AssertUnwindSafe(ask));
+    GUARDED.set(before);
+    done.map_err(|panic| panic_words(panic.as_ref()))
+}
+
+/// Whether a panic of this thread is caught by [`guarded`] and said by its caller.
+pub fn is_guarded() -> bool {
+    GUARDED.get()
+}
+
+fn panic_words(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|text| text.to_string());
+    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "a panic without words".into())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_guarded_panic_is_an_error() {
+        assert_eq!(guarded(|| 5), Ok(5));
+        let asked = guarded(|| {
+            assert!(is_guarded());
+            panic!("planted {}", 1)
+        });
+        assert_eq!(asked, Err::<(), _>("planted 1".into()));
+        assert!(!is_guarded());
+    }
 
     #[test]
     fn prints_sentence_details_and_remedy_in_order() {

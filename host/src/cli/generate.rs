@@ -4,7 +4,7 @@ use super::{args, model, print, say};
 use crate::data::END_OF_DOCUMENT;
 use crate::failure::{Failure, Result};
 use crate::infer::{self, Ended, Generated, Request, Sampling};
-use crate::recipe::{Recipe, Tokenizer};
+use crate::recipe::{Recipe, TokenizerSpec};
 use crate::train::Engine;
 use std::io::{ErrorKind, Read, Write};
 
@@ -52,7 +52,8 @@ fn end_of_document(recipe: &Recipe) -> Result<i32> {
         return Err(Failure::recipe("the model was trained on data.synthetic, whose tokens stand for no text"));
     }
     match recipe.data.tokenizer {
-        Tokenizer::Bytes => Ok(END_OF_DOCUMENT),
+        TokenizerSpec::Bytes => Ok(END_OF_DOCUMENT),
+        _ => Err(Failure::recipe("only data.tokenizer bytes can write yet")),
     }
 }
 

@@ -77,8 +77,11 @@ fn plugins(recipe: &Recipe) -> Result<PluginSet> {
     Ok(PluginSet::load(Search::standard(listed.collect()), names.flatten().map(String::as_str))?)
 }
 
-/// One line instead of a backtrace, which RUST_BACKTRACE=1 adds.
+/// One line instead of a backtrace, which RUST_BACKTRACE=1 adds; nothing of a panic that becomes a failure.
 fn report_panic(info: &PanicHookInfo<'_>) {
+    if crate::failure::is_guarded() {
+        return;
+    }
     let payload = info.payload();
     let text = payload.downcast_ref::<&str>().copied().or(payload.downcast_ref::<String>().map(String::as_str));
     let message = text.and_then(|text| text.lines().next()).unwrap_or("no message");

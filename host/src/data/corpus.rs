@@ -1,11 +1,13 @@
 //! A corpus in memory: all documents back to back, each closed by an end-of-document token.
 
+use super::Tokenizer;
+use crate::failure::Result;
 use sha2::{Digest, Sha256};
 use std::ops::Range;
 use std::path::Path;
 
-/// Byte tokenizer: token ids 0 to 255 are bytes, this one ends a document.
-pub const END_OF_DOCUMENT: i32 = 256;
+/// The byte tokenizer's end of a document.
+pub const END_OF_DOCUMENT: i32 = super::tokenizer::END_OF_DOCUMENT as i32;
 
 /// Documents as one row of tokens.
 #[derive(Clone, Debug)]
@@ -14,6 +16,8 @@ pub struct Corpus {
     /// First token of each document, in order, then the number of tokens.
     starts: Vec<usize>,
     vocab: usize,
+    /// The token that ends documents.
+    end: i32,
     summary: Summary,
 }
 
@@ -44,45 +48,69 @@ pub(super) struct Builder {
     tokens: Tokens,
     starts: Vec<usize>,
     vocab: usize,
+    end: i32,
     hash: Sha256,
     pub summary: Summary,
 }
 
 impl Builder {
-    /// For documents of text.
+    /// For documents of text as bytes.
     pub fn bytes() -> Builder {
-        Builder::new(Tokens::Bytes(Vec::new()), END_OF_DOCUMENT as usize + 1)
+        Builder::new(Tokens::Bytes(Vec::new()), END_OF_DOCUMENT as usize + 1, END_OF_DOCUMENT)
+    }
+
+    /// For documents of text.
+    pub fn text(tokenizer: &Tokenizer) -> Result<Builder> {
+        if tokenizer.is_bytes() {
+            return Ok(Builder::bytes());
+        }
+        let end = tokenizer.end_of_document()? as i32;
+        let mut builder = Builder::new(Tokens::Ids(Vec::new()), tokenizer.vocab_size(), end);
+        builder.hash_field(tokenizer.sha256().as_bytes());
+        Ok(builder)
     }
 
     /// For documents of ids below `vocab`, of which the last one ends documents.
     pub fn ids(vocab: usize) -> Builder {
-        Builder::new(Tokens::Ids(Vec::new()), vocab)
+        Builder::new(Tokens::Ids(Vec::new()), vocab, vocab as i32 - 1)
     }
 
-    fn new(tokens: Tokens, vocab: usize) -> Builder {
-        Builder { tokens, starts: vec![0], vocab, hash: Sha256::new(), summary: Summary::default() }
+    fn new(tokens: Tokens, vocab: usize, end: i32) -> Builder {
+        Builder { tokens, starts: vec![0], vocab, end, hash: Sha256::new(), summary: Summary::default() }
     }
 
     /// Adds a file: what is empty or no text is counted and left out.
-    pub fn add_text(&mut self, name: &Path, text: &[u8]) {
+    pub fn add_text(&mut self, name: &Path, text: &[u8], tokenizer: &Tokenizer) -> Result<()> {
         if text.is_empty() {
             self.summary.skipped_empty += 1;
-        } else if text.contains(&0) || std::str::from_utf8(text).is_err() {
-            self.summary.skipped_binary += 1;
-        } else if let Tokens::Bytes(bytes) = &mut self.tokens {
-            bytes.extend_from_slice(text);
-            self.starts.push(bytes.len() + self.starts.len());
-            self.summary.bytes += text.len();
-            self.hash_field(name.as_os_str().as_encoded_bytes());
-            self.hash_field(text);
+            return Ok(());
         }
+        let Some(words) = std::str::from_utf8(text).ok().filter(|words| !words.contains('\0')) else {
+            self.summary.skipped_binary += 1;
+            return Ok(());
+        };
+        match &mut self.tokens {
+            Tokens::Bytes(bytes) => {
+                bytes.extend_from_slice(text);
+                self.starts.push(bytes.len() + self.starts.len());
+            }
+            Tokens::Ids(ids) => {
+                ids.extend(tokenizer.encode(words)?.into_iter().map(|id| id as i32));
+                ids.push(self.end);
+                self.starts.push(ids.len());
+            }
+        }
+        self.summary.bytes += text.len();
+        self.hash_field(name.as_os_str().as_encoded_bytes());
+        self.hash_field(text);
+        Ok(())
     }
 
     /// Adds a document of ids and its end.
     pub fn add_ids(&mut self, name: &str, document: &[i32]) {
         if let Tokens::Ids(ids) = &mut self.tokens {
             ids.extend_from_slice(document);
-            ids.push(self.vocab as i32 - 1);
+            ids.push(self.end);
             self.starts.push(ids.len());
             self.hash_field(name.as_bytes());
             self.hash_field(&document.iter().flat_map(|id| id.to_le_bytes()).collect::<Vec<_>>());
@@ -100,7 +128,7 @@ impl Builder {
     }
 
     pub fn finish(self) -> Corpus {
-        let Builder { mut tokens, starts, vocab, hash, mut summary } = self;
+        let Builder { mut tokens, starts, vocab, end, hash, mut summary } = self;
         match &mut tokens {
             Tokens::Bytes(bytes) => bytes.shrink_to_fit(),
             Tokens::Ids(ids) => ids.shrink_to_fit(),
@@ -108,7 +136,7 @@ impl Builder {
         summary.sha256 = crate::checkpoint::hexadecimal(&hash.finalize());
         summary.documents = starts.len() - 1;
         summary.tokens = starts[starts.len() - 1];
-        Corpus { tokens, starts, vocab, summary }
+        Corpus { tokens, starts, vocab, end, summary }
     }
 }
 
@@ -138,7 +166,7 @@ impl Corpus {
 
     /// The token that ends every document.
     pub fn end(&self) -> i32 {
-        self.vocab as i32 - 1
+        self.end
     }
 
     pub fn summary(&self) -> &Summary {
@@ -190,7 +218,7 @@ mod tests {
 
     fn corpus(files: &[(&str, &[u8])]) -> Corpus {
         let mut builder = Builder::bytes();
-        files.iter().for_each(|(name, text)| builder.add_text(Path::new(name), text));
+        files.iter().for_each(|(name, text)| builder.add_text(Path::new(name), text, &Tokenizer::bytes()).unwrap());
         builder.finish()
     }
 

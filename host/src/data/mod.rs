@@ -17,6 +17,7 @@ mod order;
 mod prefetch;
 mod split;
 mod synthetic;
+pub mod tokenizer;
 mod tracked;
 mod valid;
 
@@ -25,4 +26,5 @@ pub use loader::{Batch, Loader, Position};
 pub use order::Permutation;
 pub use prefetch::Prefetch;
 pub use split::Split;
+pub use tokenizer::Tokenizer;
 pub use valid::Valid;

@@ -6,9 +6,9 @@
 
 use super::corpus::{Builder, Corpus};
 use super::files::{self, Filter, Found};
-use super::synthetic;
+use super::{Tokenizer, synthetic};
 use crate::failure::{Failure, Result};
-use crate::recipe::{Data, Recipe, Tokenizer};
+use crate::recipe::{Data, Recipe};
 use sha2::{Digest, Sha256};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -64,17 +64,15 @@ fn from_files(data: &Data) -> Result<(Builder, Builder)> {
         |key| Filter { key, extensions: &data.extensions, exclude: &data.exclude, tracked_only: data.tracked_only };
     let found = files::find(&data.paths, &filter("data.paths"))?;
     let named = files::find(&data.valid_paths, &filter("data.valid_paths"))?;
-    let builder = || match data.tokenizer {
-        Tokenizer::Bytes => Builder::bytes(),
-    };
-    let (mut train, mut valid) = (builder(), builder());
+    let tokenizer = Tokenizer::open(&data.tokenizer, &data.special_tokens)?;
+    let (mut train, mut valid) = (Builder::text(&tokenizer)?, Builder::text(&tokenizer)?);
     let also_valid: std::collections::HashSet<&Path> = named.iter().map(|file| file.identity.as_path()).collect();
     for file in found.iter().filter(|file| !also_valid.contains(file.identity.as_path())) {
         let held = held_out(file.name.as_os_str().as_encoded_bytes(), data.valid_fraction);
-        if held { &mut valid } else { &mut train }.add_text(&file.name, &read(file)?);
+        if held { &mut valid } else { &mut train }.add_text(&file.name, &read(file)?, &tokenizer)?;
     }
     for file in &named {
-        valid.add_text(&file.name, &read(file)?);
+        valid.add_text(&file.name, &read(file)?, &tokenizer)?;
     }
     Ok((train, valid))
 }
@@ -135,7 +133,7 @@ fn check(data: &Data, train: &Builder, valid: &Builder) -> Result<()> {
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
-    use crate::recipe::{Synthetic, Task};
+    use crate::recipe::{Synthetic, Task, TokenizerSpec};
     use rstest::rstest;
 
     pub fn data(paths: &[&Path]) -> Data {
@@ -148,7 +146,8 @@ pub(super) mod tests {
             valid_paths: Vec::new(),
             ngram_order: 0,
             prefetch: 0,
-            tokenizer: Tokenizer::Bytes,
+            tokenizer: TokenizerSpec::Bytes,
+            special_tokens: Default::default(),
             reset_at_document_boundaries: true,
             synthetic: None,
         }

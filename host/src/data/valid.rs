@@ -101,7 +101,7 @@ impl Valid {
 
 #[cfg(test)]
 mod tests {
-    use super::super::corpus::Builder;
+    use super::super::{Tokenizer, corpus::Builder};
     use super::*;
     use crate::recipe::Overrides;
     use rstest::rstest;
@@ -109,7 +109,9 @@ mod tests {
 
     fn valid(documents: &[&str], seq_length: usize, reset: bool) -> Valid {
         let mut builder = Builder::bytes();
-        documents.iter().for_each(|text| builder.add_text(Path::new(text), text.as_bytes()));
+        documents
+            .iter()
+            .for_each(|text| builder.add_text(Path::new(text), text.as_bytes(), &Tokenizer::bytes()).unwrap());
         let text = format!(
             "name: t\nmodules: {{lm: {{provider: p}}}}\noptimizer: {{lr: 1}}\n\
              data: {{paths: [x], reset_at_document_boundaries: {reset}}}\n\

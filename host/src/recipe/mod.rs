@@ -102,6 +102,9 @@ impl Recipe {
         for path in &mut self.data.valid_paths {
             absolute("data.valid_paths", path)?;
         }
+        for path in self.data.tokenizer.paths() {
+            absolute("data.tokenizer", path)?;
+        }
         for (name, module) in &mut self.modules {
             if let Some(path) = &mut module.load {
                 absolute(&format!("modules.{name}.load"), path)?;

@@ -144,16 +144,25 @@ pub(crate) struct Data {
     pub(crate) valid_fraction: f64,
     pub(crate) valid_paths: Vec<PathBuf>,
     pub(crate) ngram_order: usize,
-    pub(crate) tokenizer: Tokenizer,
+    pub(crate) tokenizer: TokenizerSpec,
+    /// Special tokens by name: their contents.
+    pub(crate) special_tokens: BTreeMap<String, String>,
     pub(crate) reset_at_document_boundaries: bool,
     pub(crate) prefetch: usize,
     pub(crate) synthetic: Option<Synthetic>,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize, schemars::JsonSchema)]
-#[serde(rename_all = "snake_case")]
-pub(crate) enum Tokenizer {
+/// What turns text into tokens: `bytes`, a path, or `{vocab, merges}`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum TokenizerSpec {
     Bytes,
+    /// A `tokenizer.json`, or a folder with one or with `vocab.json` and `merges.txt`.
+    Path(PathBuf),
+    /// GPT-2's files.
+    Pair {
+        vocab: PathBuf,
+        merges: PathBuf,
+    },
 }
 
 /// A made-up corpus for tests and benchmarks.
@@ -345,6 +354,89 @@ pub enum LogLevel {
     Info,
     Debug,
     Trace,
+}
+
+impl TokenizerSpec {
+    /// From a word of a command line or a recipe: `bytes`, or a path.
+    pub fn of(text: &str) -> TokenizerSpec {
+        if text == "bytes" { TokenizerSpec::Bytes } else { TokenizerSpec::Path(text.into()) }
+    }
+
+    /// The paths in it.
+    pub(crate) fn paths(&mut self) -> Vec<&mut PathBuf> {
+        match self {
+            TokenizerSpec::Bytes => Vec::new(),
+            TokenizerSpec::Path(path) => vec![path],
+            TokenizerSpec::Pair { vocab, merges } => vec![vocab, merges],
+        }
+    }
+
+    /// As a recipe writes it.
+    pub(crate) fn to_value(&self) -> serde_json::Value {
+        match self {
+            TokenizerSpec::Bytes => "bytes".into(),
+            TokenizerSpec::Path(path) => path.display().to_string().into(),
+            TokenizerSpec::Pair { vocab, merges } => serde_json::json!({
+                "vocab": vocab.display().to_string(),
+                "merges": merges.display().to_string(),
+            }),
+        }
+    }
+}
+
+impl schemars::JsonSchema for TokenizerSpec {
+    fn schema_name() -> std::borrow::Cow<'static, str> {
+        "TokenizerSpec".into()
+    }
+
+    fn json_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
+        schemars::json_schema!({
+            "anyOf": [
+                {"type": "string", "description": "bytes, a tokenizer.json, or a folder with one"},
+                {
+                    "type": "object",
+                    "properties": {"vocab": {"type": "string"}, "merges": {"type": "string"}},
+                    "required": ["vocab", "merges"],
+                    "additionalProperties": false
+                }
+            ]
+        })
+    }
+}
+
+impl<'de> Deserialize<'de> for TokenizerSpec {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Either;
+
+        impl<'de> Visitor<'de> for Either {
+            type Value = TokenizerSpec;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("bytes, a path or {vocab, merges}")
+            }
+
+            fn visit_str<E: serde::de::Error>(self, text: &str) -> Result<TokenizerSpec, E> {
+                Ok(TokenizerSpec::of(text))
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<TokenizerSpec, A::Error> {
+                let (mut vocab, mut merges) = (None, None);
+                while let Some(key) = map.next_key::<String>()? {
+                    match key.as_str() {
+                        "vocab" => vocab = Some(map.next_value::<PathBuf>()?),
+                        "merges" => merges = Some(map.next_value::<PathBuf>()?),
+                        other => return Err(A::Error::unknown_field(other, &["vocab", "merges"])),
+                    }
+                }
+                Ok(TokenizerSpec::Pair {
+                    vocab: vocab.ok_or_else(|| A::Error::missing_field("vocab"))?,
+                    merges: merges.ok_or_else(|| A::Error::missing_field("merges"))?,
+                })
+            }
+        }
+
+        deserializer.deserialize_any(Either)
+    }
 }
 
 impl schemars::JsonSchema for PluginFile {
