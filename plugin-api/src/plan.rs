@@ -5,6 +5,7 @@
 //! fields it does not know and fills in defaults for fields an older provider does not write.
 
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 
 /// The whole declaration of a model, independent of any parallel layout.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -287,6 +288,37 @@ pub struct AxisSetting {
     #[serde(default)]
     pub layer: Option<usize>,
     pub state: AxisState,
+}
+
+/// A smaller model inside a model: how many units its axes keep, the first in elastic order, and which layers go.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Submodel {
+    /// Units of axes that are narrowed, on every layer alike.
+    pub widths: BTreeMap<String, usize>,
+    /// Units by layer, of axes that do not keep the same number on all layers that remain.
+    pub layer_widths: BTreeMap<String, BTreeMap<usize, usize>>,
+    /// In ascending order.
+    pub dropped_layers: Vec<usize>,
+}
+
+impl Submodel {
+    /// Units that `axis` keeps of `full`, for a config that has one number for all layers.
+    pub fn width(&self, axis: &str, full: usize) -> crate::sdk::Result<usize> {
+        if let Some(layers) = self.layer_widths.get(axis) {
+            let some: Vec<String> = layers.iter().take(4).map(|(layer, n)| format!("{n} on layer {layer}")).collect();
+            return Err(crate::sdk::Error::config(format!(
+                "axis {axis} keeps {}, but a config of this model has one width for all layers",
+                some.join(", ")
+            )));
+        }
+        Ok(self.widths.get(axis).copied().unwrap_or(full))
+    }
+
+    /// Whether a layer remains.
+    pub fn keeps_layer(&self, layer: usize) -> bool {
+        !self.dropped_layers.contains(&layer)
+    }
 }
 
 /// What an elastifier wants of a target model.

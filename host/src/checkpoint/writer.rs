@@ -70,6 +70,35 @@ impl CheckpointWriter {
         })
     }
 
+    /// Begins a checkpoint at `path`, in no run's folder. It is there once [`CheckpointWriter::complete`] is done.
+    pub fn alone(path: &Path) -> Result<CheckpointWriter> {
+        let no =
+            |why: &str| Failure::data(format!("{} {why}", path.display())).remedy("name a folder that is not there");
+        if path.exists() {
+            return Err(no("is there already"));
+        }
+        let Some(name) = path.file_name() else { return Err(no("is no name for a checkpoint")) };
+        let parent = path.parent().unwrap_or(Path::new(""));
+        fs::create_dir_all(parent).map_err(|error| cannot_write(parent, &error))?;
+        let folder = parent.join(format!(".new-{}", name.to_string_lossy()));
+        if folder.exists() {
+            // Of a program that was killed.
+            fs::remove_dir_all(&folder).map_err(|error| cannot_write(&folder, &error))?;
+        }
+        CheckpointWriter::create(folder)
+    }
+
+    /// Completes a checkpoint that was begun with [`CheckpointWriter::alone`].
+    pub fn complete(mut self, path: &Path, meta: Meta) -> Result<()> {
+        let folder = self.finish(meta)?;
+        fs::rename(folder, path).map_err(|error| cannot_write(path, &error))?;
+        self.keep();
+        match path.parent().filter(|parent| !parent.as_os_str().is_empty()) {
+            Some(parent) => sync_folder(parent),
+            None => sync_folder(Path::new(".")),
+        }
+    }
+
     #[cfg(test)]
     pub(super) fn with_shard_bytes(mut self, shard_bytes: usize) -> CheckpointWriter {
         self.shard_bytes = shard_bytes;

@@ -23,6 +23,8 @@ pub(super) enum Command {
     Eval(Eval),
     /// Writes text with a trained model, as it comes.
     Generate(Generate),
+    /// Cuts a smaller model out of a trained one: a checkpoint with its own recipe.
+    Slice(Slice),
     /// Describes a plugin: providers, configuration, parameters, axes. A crashing plugin is reported.
     Inspect(Inspect),
     /// Prints the JSON schema of recipes, for editors.
@@ -127,6 +129,47 @@ fn at_least_zero(text: &str) -> Result<f64, String> {
 
 fn probability(text: &str) -> Result<f64, String> {
     at_least_zero(text).ok().filter(|&p| p <= 1.0).ok_or_else(|| "expected a number from 0 to 1".into())
+}
+
+#[derive(Debug, Args)]
+#[command(group = clap::ArgGroup::new("submodel").required(true).multiple(true).args(["budget", "width", "drop_layer"]))]
+pub(super) struct Slice {
+    /// Checkpoint folder, or a run folder: its newest.
+    #[arg(long, value_name = "DIR")]
+    pub checkpoint: PathBuf,
+    /// Where the smaller model goes; a folder that is not there yet.
+    #[arg(long, value_name = "DIR")]
+    pub out: PathBuf,
+    /// Asks the elastifier of the checkpoint's recipe for widths; --width and --drop-layer change them.
+    #[arg(long, value_name = "B", value_parser = at_least_zero)]
+    pub budget: Option<f64>,
+    /// Units an axis keeps, e.g. ffn=512, or ffn@3=512 on layer 3 alone; may be given several times.
+    #[arg(long, value_name = "AXIS[@LAYER]=N", value_parser = width)]
+    pub width: Vec<Width>,
+    /// A layer that goes, counted from 0; may be given several times.
+    #[arg(long, value_name = "LAYER")]
+    pub drop_layer: Vec<usize>,
+    /// Prints JSON.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// A value of `--width`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Width {
+    pub axis: String,
+    pub layer: Option<usize>,
+    pub units: usize,
+}
+
+fn width(text: &str) -> Result<Width, String> {
+    let wrong = || "expected AXIS=N or AXIS@LAYER=N, e.g. ffn=512".to_string();
+    let (axis, units) = text.split_once('=').ok_or_else(wrong)?;
+    let (axis, layer) = match axis.split_once('@') {
+        None => (axis, None),
+        Some((axis, layer)) => (axis, Some(layer.parse().map_err(|_| wrong())?)),
+    };
+    Ok(Width { axis: axis.into(), layer, units: units.parse().map_err(|_| wrong())? })
 }
 
 #[derive(Debug, Args)]
@@ -245,6 +288,10 @@ mod tests {
     #[case(&["gantry", "eval", "r.yaml"])]
     #[case(&["gantry", "eval", "--checkpoint", "c"])]
     #[case(&["gantry", "generate", "--checkpoint", "c"])]
+    #[case(&["gantry", "slice", "--checkpoint", "c", "--out", "d"])]
+    #[case(&["gantry", "slice", "--checkpoint", "c", "--out", "d", "--width", "ffn"])]
+    #[case(&["gantry", "slice", "--checkpoint", "c", "--out", "d", "--width", "ffn@x=3"])]
+    #[case(&["gantry", "slice", "--checkpoint", "c", "--width", "ffn=3"])]
     #[case(&["gantry", "generate", "--checkpoint", "c", "--prompt", "a", "--top-k", "0"])]
     #[case(&["gantry", "generate", "--checkpoint", "c", "--prompt", "a", "--top-p", "1.5"])]
     #[case(&["gantry", "generate", "--checkpoint", "c", "--prompt", "a", "--temperature", "-1"])]

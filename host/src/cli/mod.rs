@@ -13,6 +13,7 @@ mod inspect;
 mod model;
 mod plan;
 mod schema;
+mod slice;
 mod summary;
 mod train;
 
@@ -51,6 +52,7 @@ fn run(arguments: Arguments) -> Result<()> {
         Command::Plan(arguments) => plan::run(arguments),
         Command::Eval(arguments) => eval::run(arguments),
         Command::Generate(arguments) => generate::run(arguments),
+        Command::Slice(arguments) => slice::run(arguments),
         Command::Inspect(arguments) => inspect::run(arguments),
         Command::Schema(arguments) => schema::run(arguments),
         Command::Bench(arguments) => bench::run(arguments),

@@ -2,7 +2,9 @@
 //!
 //! Depends on plans (`plugin-api`) and dimensions (`program::dims`); knows no operators and no optimizer.
 
+pub mod entries;
 pub mod layout;
 pub mod params;
+pub mod submodel;
 
 pub use params::{BufferEntry, ParamEntry, ParamTable};

@@ -5,7 +5,7 @@ use super::watch::watch;
 use gantry_plugin_api::abi::host::HostObject;
 use gantry_plugin_api::abi::tables::PluginTableRef;
 use gantry_plugin_api::abi::types::{Ctx, Object, Reply};
-use gantry_plugin_api::plan::{AxisSetting, ElasticPlan, MicroBatchInfo, ModelPlan, ProviderKind, Stage};
+use gantry_plugin_api::plan::{AxisSetting, ElasticPlan, MicroBatchInfo, ModelPlan, ProviderKind, Stage, Submodel};
 use gantry_plugin_api::sdk::{Error, HookEvent, HostCalls, check_settings};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -104,6 +104,14 @@ impl ModelProvider {
         let plan: ModelPlan = self.owned.json_in("plan", &json)?;
         plan.check().map_err(|e| self.owned.error(e))?;
         Ok(plan)
+    }
+
+    /// Keys of the config that a smaller model inside this one has other values of.
+    pub fn submodel_config(&self, submodel: &Submodel) -> Result<serde_json::Map<String, serde_json::Value>> {
+        let json = self.owned.json_out(submodel)?;
+        let call = |table: PluginTableRef, object| table.provider_submodel()(object, json.as_str().into());
+        let changes = self.owned.call("submodel_config", call)?;
+        self.owned.json_in("submodel_config", &changes)
     }
 
     /// The module of one pipeline stage chunk.

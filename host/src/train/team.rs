@@ -10,6 +10,7 @@ use crate::comm::{Group, threads};
 use crate::error::{Cause, Error, Result};
 use crate::mesh::{Grid, Place};
 use crate::model::ParamTable;
+use crate::model::entries::{Entries, entries};
 use crate::model::params::Stored;
 use crate::plugin::PluginSet;
 use crate::schedule::cut;
@@ -95,9 +96,6 @@ impl Kind {
 }
 
 type Job<T> = Box<dyn FnOnce(&mut Rank<T>) + Send>;
-
-/// The checkpoint tensors of one declared tensor: (name, shape).
-pub type Entries = Vec<(String, Vec<usize>)>;
 
 /// The ranks of a model.
 pub struct Team<T> {
@@ -310,10 +308,7 @@ impl<T: Element> Team<T> {
                     None => Vec::new(),
                     Some(stored) => {
                         let (name, export) = self.name(kind, index);
-                        split(&name, stored.shape(), export, Vec::new(), T::BYTES)
-                            .into_iter()
-                            .map(|t| (t.name, t.shape))
-                            .collect()
+                        entries(&name, &stored.shape(), export.as_deref())
                     }
                 }
             })
@@ -405,7 +400,7 @@ fn no_teacher() -> Error {
     Error::recipe("the module has no teacher")
 }
 
-/// The checkpoint tensors of a declared one: itself, or one per unit of its leading dimension where the name has `{axis}`.
+/// A declared tensor as the checkpoint tensors it becomes.
 fn split(
     name: &str,
     shape: Vec<usize>,
@@ -420,19 +415,10 @@ fn split(
             TensorData::F64(values.to_vec())
         }
     };
-    match (name.find('{'), name.find('}')) {
-        (Some(open), Some(close)) if !shape.is_empty() => {
-            let one: usize = shape[1..].iter().product();
-            (0..shape[0])
-                .map(|unit| LogicalTensor {
-                    name: format!("{}{unit}{}", &name[..open], &name[close + 1..]),
-                    shape: shape[1..].to_vec(),
-                    data: typed(values.get(unit * one..(unit + 1) * one).unwrap_or(&[])),
-                })
-                .collect()
-        }
-        _ => vec![LogicalTensor { name: name.into(), shape: export.unwrap_or(shape), data: typed(&values) }],
-    }
+    let parts = entries(name, &shape, export.as_deref());
+    let one = values.len() / parts.len().max(1);
+    let parts = parts.into_iter().enumerate();
+    parts.map(|(i, (name, shape))| LogicalTensor { name, shape, data: typed(&values[i * one..][..one]) }).collect()
 }
 
 /// Makes this thread the first worker of a pool of its own, with its share of the machine's cores: kernels start without

@@ -2,7 +2,7 @@
 
 use super::{Result, TensorDesc, TensorRef};
 use crate::ops::{RegionKind, Role};
-use crate::plan::{AxisSetting, ElasticPlan, MicroBatchInfo, ModelPlan, Stage};
+use crate::plan::{AxisSetting, ElasticPlan, MicroBatchInfo, ModelPlan, Stage, Submodel};
 use crate::sdk::Cx;
 use smallvec::SmallVec;
 
@@ -12,6 +12,12 @@ pub trait Provider: 'static {
     fn plan(&self) -> Result<ModelPlan>;
     /// The module of one pipeline stage chunk.
     fn build(&self, stage: &Stage) -> Result<Box<dyn Module>>;
+    /// Keys of the config that a smaller model inside this one has other values of. With them the provider declares that
+    /// model: the parameters that remain, in the same order. Without this function a model cannot be sliced.
+    fn submodel_config(&self, submodel: &Submodel) -> Result<serde_json::Map<String, serde_json::Value>> {
+        let _ = submodel;
+        Err(super::Error::plugin("this provider does not say which config a smaller model inside its models has"))
+    }
 }
 
 /// A built stage of a model.

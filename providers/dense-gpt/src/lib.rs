@@ -11,10 +11,11 @@
 //! host also owns what is not in this file: parallel layouts, the backward pass, the loss, the optimizer, checkpoints.
 
 use gantry_plugin_api::ops::{self, Attention, Role, Rope};
-use gantry_plugin_api::plan::{Axis, Block, Init, Layout, ModelPlan, Param, Port, PortKind, Stage};
+use gantry_plugin_api::plan::{Axis, Block, Init, Layout, ModelPlan, Param, Port, PortKind, Stage, Submodel};
 use gantry_plugin_api::schemars::{self, JsonSchema};
 use gantry_plugin_api::sdk::{Configure, Cx, Error, Module, ParamId, Provider, Result, Tensor};
 use serde::Deserialize;
+use serde_json::{Map, Value};
 
 // 1. What the library offers: its name, its models, and the host operators without which it cannot run.
 gantry_plugin_api::export_plugin! {
@@ -271,6 +272,20 @@ impl Provider for DenseGpt {
     fn build(&self, stage: &Stage) -> Result<Box<dyn Module>> {
         let (_, blocks) = self.declare();
         Ok(Box::new(Decoder { config: self.config.clone(), blocks, stage: stage.clone() }))
+    }
+
+    // What the config of a smaller model inside this one says: its widths, and what followed from the old ones.
+    fn submodel_config(&self, submodel: &Submodel) -> Result<Map<String, Value>> {
+        let c = &self.config;
+        let sizes = [
+            ("num_layers", c.num_layers - submodel.dropped_layers.len()),
+            ("hidden_size", submodel.width("hidden", c.hidden_size)?),
+            ("num_attention_heads", submodel.width("attention_heads", c.num_attention_heads)?),
+            ("num_query_groups", self.groups),
+            ("kv_channels", self.head_dim),
+            ("ffn_hidden_size", submodel.width("ffn", c.ffn_hidden_size)?),
+        ];
+        Ok(sizes.into_iter().map(|(key, size)| (key.into(), size.into())).collect())
     }
 }
 

@@ -13,9 +13,9 @@ const MAX_HEAD_DIM: usize = 256;
 /// Sizes of attention layers.
 #[derive(Clone, Debug)]
 pub struct Sizes {
-    heads: usize,
-    groups: usize,
-    head_dim: usize,
+    pub heads: usize,
+    pub groups: usize,
+    pub head_dim: usize,
     rope: Option<Rope>,
 }
 

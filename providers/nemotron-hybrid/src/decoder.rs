@@ -8,10 +8,11 @@ use crate::declare::{Declaration, HIDDEN, hidden};
 use crate::mamba::{self, Mamba};
 use crate::mlp::{self, Mlp};
 use crate::moe::{self, Moe};
-use crate::pattern::{LayerKind, PatternLayer, parse};
+use crate::pattern::{self, LayerKind, PatternLayer, parse};
 use gantry_plugin_api::ops::Role;
-use gantry_plugin_api::plan::{Axis, Block, Layout, ModelPlan, Param, Port, PortKind, Stage};
+use gantry_plugin_api::plan::{Axis, Block, Layout, ModelPlan, Param, Port, PortKind, Stage, Submodel};
 use gantry_plugin_api::sdk::{Configure, Cx, Error, Module, ParamId, Provider, Result, Tensor};
+use serde_json::{Map, Value};
 
 /// A nemotron-hybrid model: its pattern and the sizes of the kinds of layers it has.
 #[derive(Debug)]
@@ -145,6 +146,43 @@ impl Provider for NemotronHybrid {
         let (_, blocks) = self.declare()?;
         let recompute = self.layers.iter().map(|layer| self.config.recompute.contains(&layer.kind)).collect();
         Ok(Box::new(Decoder { blocks, recompute, eps: self.config.layernorm_epsilon, stage: stage.clone() }))
+    }
+
+    fn submodel_config(&self, submodel: &Submodel) -> Result<Map<String, Value>> {
+        let mut changes = Map::new();
+        let mut layers: Vec<PatternLayer> = Vec::new();
+        let mut starts_stage = false;
+        for (at, layer) in self.layers.iter().enumerate() {
+            // Where the layer that began a stage goes, the next one does.
+            starts_stage |= layer.starts_stage;
+            if submodel.keeps_layer(at) {
+                layers.push(PatternLayer { starts_stage, ..*layer });
+                starts_stage = false;
+            }
+        }
+        changes.insert("pattern".into(), pattern::text(&layers).into());
+        let mut set = |key: &str, size: usize| drop(changes.insert(key.into(), size.into()));
+        set("hidden_size", submodel.width(HIDDEN, self.config.hidden_size)?);
+        if let Some(sizes) = &self.mamba {
+            set("mamba_num_heads", submodel.width("mamba_heads", sizes.heads)?);
+        }
+        if let Some(sizes) = &self.attention {
+            set("num_attention_heads", submodel.width("attention_heads", sizes.heads)?);
+            // Said, as they may have followed from what changes.
+            set("num_query_groups", sizes.groups);
+            set("kv_channels", sizes.head_dim);
+        }
+        if let Some(sizes) = &self.mlp {
+            set("ffn_hidden_size", submodel.width("ffn", sizes.ffn)?);
+        }
+        if let Some(sizes) = &self.moe {
+            set("num_moe_experts", submodel.width("experts", sizes.experts)?);
+            set("moe_ffn_hidden_size", submodel.width("moe_ffn", sizes.ffn)?);
+            if let Some(shared) = sizes.shared_ffn {
+                set("moe_shared_expert_intermediate_size", submodel.width("shared_ffn", shared)?);
+            }
+        }
+        Ok(changes)
     }
 }
 

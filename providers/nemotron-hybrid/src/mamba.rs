@@ -24,7 +24,7 @@ const MAX_CONV_WIDTH: usize = 8;
 /// Sizes of Mamba layers.
 #[derive(Clone, Copy, Debug)]
 pub struct Sizes {
-    heads: usize,
+    pub heads: usize,
     head_dim: usize,
     groups: usize,
     state: usize,

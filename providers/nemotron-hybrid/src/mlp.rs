@@ -38,7 +38,7 @@ impl Activation {
 /// Sizes of MLP layers.
 #[derive(Clone, Copy, Debug)]
 pub struct Sizes {
-    ffn: usize,
+    pub ffn: usize,
     activation: Activation,
 }
 

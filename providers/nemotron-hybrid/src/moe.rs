@@ -17,9 +17,9 @@ use gantry_plugin_api::sdk::{BufferId, Cx, Error, ParamId, Result, Tensor};
 #[derive(Clone, Debug)]
 pub struct Sizes {
     hidden: usize,
-    experts: usize,
-    ffn: usize,
-    shared_ffn: Option<usize>,
+    pub experts: usize,
+    pub ffn: usize,
+    pub shared_ffn: Option<usize>,
     activation: Activation,
     route: MoeRoute,
     /// Update rate of the expert bias, if there is one.

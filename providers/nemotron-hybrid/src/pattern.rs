@@ -47,6 +47,19 @@ pub struct PatternLayer {
     pub starts_stage: bool,
 }
 
+/// The pattern that [`parse`] reads these layers from.
+pub fn text(layers: &[PatternLayer]) -> String {
+    let mut text = String::new();
+    for (at, layer) in layers.iter().enumerate() {
+        // What comes first begins a stage as it is.
+        if layer.starts_stage && at > 0 {
+            text.push('|');
+        }
+        text.push(layer.kind.symbol());
+    }
+    text
+}
+
 /// Beyond any model.
 const MAX_LAYERS: usize = 10_000;
 

@@ -5,13 +5,13 @@ mod operator;
 use gantry_plugin_api::ops::{Act, Role};
 use gantry_plugin_api::plan::{
     Axis, AxisSetting, Block, Direction, ElasticPlan, Init, Layout, MicroBatchInfo, ModelPlan, Param, Port, PortKind,
-    Stage,
+    Stage, Submodel,
 };
 use gantry_plugin_api::sdk::{Configure, Cx, Elastifier, Error, Hooks, Module, ParamId, Provider, Result};
 use operator::{Attrs, SoftCap};
 use schemars::JsonSchema;
 use serde::Deserialize;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 gantry_plugin_api::export_plugin! {
     name: "elastic-test",
@@ -134,6 +134,15 @@ impl Provider for Tiny {
             return Err(Error::plugin("tiny is built whole"));
         }
         Ok(Box::new(Built(ids)))
+    }
+
+    fn submodel_config(&self, submodel: &Submodel) -> Result<Map<String, Value>> {
+        let sizes = [
+            ("layers", self.0.layers - submodel.dropped_layers.len()),
+            ("hidden", submodel.width("hidden", self.0.hidden)?),
+            ("ffn", submodel.width("ffn", self.0.ffn)?),
+        ];
+        Ok(sizes.into_iter().map(|(key, size)| (key.into(), size.into())).collect())
     }
 }
 

@@ -7,7 +7,7 @@ use super::guard::{catch, install_quiet_hook, protect};
 use super::hello::NeededOperator;
 use super::tables::{HostTableRef, ParBody, PluginTable, PluginTableRef};
 use super::types::{Ctx, CustomRun, Object, Reply};
-use crate::plan::{AxisSetting, MicroBatchInfo, ModelPlan, ProviderInfo, ProviderKind, Stage};
+use crate::plan::{AxisSetting, MicroBatchInfo, ModelPlan, ProviderInfo, ProviderKind, Stage, Submodel};
 use crate::sdk::{
     Configure, CustomOp, Cx, Elastifier, Error, HookEvent, Hooks, Module, Provider, Result, check_settings, configure,
 };
@@ -165,6 +165,7 @@ impl<P: Plugin> Functions<P> {
         hooks_event,
         custom_shapes,
         custom_run,
+        provider_submodel,
         #[cfg(feature = "grown")]
         about: Self::about,
     };
@@ -211,6 +212,13 @@ extern "C" fn provider_plan(object: Object) -> Reply<RString> {
 extern "C" fn provider_build(object: Object, stage: RStr<'_>) -> Reply<Object> {
     protect("build", || match Held::of(object)? {
         Held::Provider(p) => Ok(Held::Module(p.build(&json_in::<Stage>("stage", stage)?)?).into_object()),
+        _ => wrong_kind("a model provider"),
+    })
+}
+
+extern "C" fn provider_submodel(object: Object, submodel: RStr<'_>) -> Reply<RString> {
+    protect("submodel_config", || match Held::of(object)? {
+        Held::Provider(p) => json_out(&p.submodel_config(&json_in::<Submodel>("submodel", submodel)?)?),
         _ => wrong_kind("a model provider"),
     })
 }

@@ -81,8 +81,10 @@ crate::abi_struct! {
         /// Shapes of the inputs to a `CustomShapes`, both JSON.
         pub custom_shapes: extern "C" fn(Object, RStr<'_>) -> Reply<RString>,
         /// From any thread.
+        pub custom_run: extern "C" fn(Object, &CustomRun<'_>) -> Reply<()>,
+        /// A `Submodel` to the keys of its config that differ, both JSON.
         #[sabi(last_prefix_field)]
-        pub custom_run: extern "C" fn(Object, &CustomRun<'_>) -> Reply<()>;
+        pub provider_submodel: extern "C" fn(Object, RStr<'_>) -> Reply<RString>;
         grown
         /// One more description of the plugin, as JSON. Test-only growth.
         pub about: extern "C" fn() -> Reply<RString>
