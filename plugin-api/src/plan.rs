@@ -236,6 +236,49 @@ pub struct ProviderInfo {
     /// JSON schema of the provider's `config`.
     #[serde(default)]
     pub config_schema: serde_json::Value,
+    /// The Hugging Face folders it reads and writes, if any.
+    #[serde(default)]
+    pub hugging_face: Option<FolderKind>,
+}
+
+/// Which Hugging Face folders are a provider's: what their `config.json` says.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FolderKind {
+    pub model_type: String,
+    /// Those that may be read; the first is written.
+    pub architectures: Vec<String>,
+}
+
+/// What a provider makes of a `config.json`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct FolderImport {
+    /// The provider's config.
+    pub config: serde_json::Map<String, serde_json::Value>,
+    /// Keys that change nothing of what the model computes, as they were: kept for an export.
+    pub carried: serde_json::Map<String, serde_json::Value>,
+    /// What a user should know, a sentence each.
+    pub notes: Vec<String>,
+}
+
+/// What a provider's config becomes in a Hugging Face folder.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct FolderExport {
+    /// `config.json` without what the host knows itself: model type, architectures, element type, token ids.
+    pub config: serde_json::Map<String, serde_json::Value>,
+    /// Tensors that such folders hold and that are the same in all models of this config.
+    pub constants: Vec<FolderConstant>,
+    /// What a user should know, a sentence each.
+    pub notes: Vec<String>,
+}
+
+/// A tensor of one repeated value in a Hugging Face folder.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct FolderConstant {
+    pub name: String,
+    pub shape: Vec<usize>,
+    pub value: f64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

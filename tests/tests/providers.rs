@@ -67,6 +67,7 @@ fn objective(team: &Team<f64>, batch: &Arc<Batch>, h: f64) -> (f64, f64) {
 #[case("nemotron-hybrid", json!({"moe_expert_capacity_factor": 0.8}))]
 #[case("nemotron-hybrid", json!({"moe_shared_expert_intermediate_size": null, "moe_router_topk": 3}))]
 #[case("nemotron-hybrid", json!({"mamba_num_groups": 4, "mamba_conv_width": 3, "mamba_chunk_size": 7}))]
+#[case("nemotron-hybrid", json!({"mamba_dt_limit_min": 0.02, "mamba_norm_epsilon": 0.3}))]
 #[case("nemotron-hybrid", json!({"pattern": "MM", "num_moe_experts": null, "ffn_hidden_size": null}))]
 #[case("nemotron-hybrid", json!({"pattern": "-*-", "mamba_num_heads": null}))]
 #[case("nemotron-hybrid", json!({"pattern": "EE", "layernorm_epsilon": 0.01}))]

@@ -83,8 +83,11 @@ crate::abi_struct! {
         /// From any thread.
         pub custom_run: extern "C" fn(Object, &CustomRun<'_>) -> Reply<()>,
         /// A `Submodel` to the keys of its config that differ, both JSON.
+        pub provider_submodel: extern "C" fn(Object, RStr<'_>) -> Reply<RString>,
+        /// Name of a model provider, and JSON to JSON: `config.json` to a `FolderImport`, or, if the last argument is
+        /// true, a config of the provider to a `FolderExport`.
         #[sabi(last_prefix_field)]
-        pub provider_submodel: extern "C" fn(Object, RStr<'_>) -> Reply<RString>;
+        pub hugging_face: extern "C" fn(RStr<'_>, RStr<'_>, bool) -> Reply<RString>;
         grown
         /// One more description of the plugin, as JSON. Test-only growth.
         pub about: extern "C" fn() -> Reply<RString>

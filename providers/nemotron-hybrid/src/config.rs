@@ -66,6 +66,13 @@ pub struct Config {
     #[serde(default = "default::mamba_dt_init_floor")]
     pub mamba_dt_init_floor: f64,
 
+    /// Time steps of the scan are at least this; 0, as in Megatron: no limit.
+    #[serde(default)]
+    pub mamba_dt_limit_min: f64,
+    /// Added to the mean square in the gated norm; Megatron's is 1e-5 whatever layernorm_epsilon is.
+    #[serde(default = "default::mamba_norm_epsilon")]
+    pub mamba_norm_epsilon: f64,
+
     /// Experts of E layers.
     pub num_moe_experts: Option<usize>,
     /// Experts each token is sent to.
@@ -185,6 +192,9 @@ mod default {
     }
     pub fn mamba_dt_init_floor() -> f64 {
         1e-4
+    }
+    pub fn mamba_norm_epsilon() -> f64 {
+        1e-5
     }
     pub fn moe_router_topk() -> usize {
         2

@@ -5,13 +5,14 @@
 use crate::attention::{self, Attention};
 use crate::config::{Config, positive, within};
 use crate::declare::{Declaration, HIDDEN, hidden};
+use crate::hugging_face;
 use crate::mamba::{self, Mamba};
 use crate::mlp::{self, Mlp};
 use crate::moe::{self, Moe};
 use crate::pattern::{self, LayerKind, PatternLayer, parse};
 use gantry_plugin_api::ops::Role;
 use gantry_plugin_api::plan::{Axis, Block, Layout, ModelPlan, Param, Port, PortKind, Stage, Submodel};
-use gantry_plugin_api::sdk::{Configure, Cx, Error, Module, ParamId, Provider, Result, Tensor};
+use gantry_plugin_api::sdk::{Configure, Cx, Error, HuggingFace, Module, ParamId, Provider, Result, Tensor};
 use serde_json::{Map, Value};
 
 /// A nemotron-hybrid model: its pattern and the sizes of the kinds of layers it has.
@@ -28,6 +29,7 @@ pub struct NemotronHybrid {
 impl Configure for NemotronHybrid {
     type Config = Config;
     const SUMMARY: &'static str = "decoder of Mamba-2, attention, MLP and expert layers by pattern";
+    const HUGGING_FACE: Option<HuggingFace<NemotronHybrid>> = Some(hugging_face::FOLDERS);
 
     fn new(config: Config) -> Result<NemotronHybrid> {
         positive(config.hidden_size, "hidden_size")?;
@@ -66,6 +68,19 @@ enum Layer {
 }
 
 impl NemotronHybrid {
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    pub fn layers(&self) -> &[PatternLayer] {
+        &self.layers
+    }
+
+    /// Sizes of attention layers, if it has any.
+    pub fn attention(&self) -> Option<&attention::Sizes> {
+        self.attention.as_ref()
+    }
+
     fn declare(&self) -> Result<(ModelPlan, Blocks)> {
         let mut d = Declaration::new(self.config.init_method_std, self.layers.len(), self.config.add_bias_linear);
         d.axes([Axis::new(HIDDEN, self.config.hidden_size).elastic()]);

@@ -9,12 +9,14 @@
 //! - [`moe`]: `E`, mixture of experts
 //!
 //! around them [`config`] (the recipe's section), [`pattern`] (the layers), [`declare`] (the plan under construction) and
-//! [`decoder`] (the model as a whole). Parameter names are Megatron's, Hugging Face names those of `nemotron_h`.
+//! [`decoder`] (the model as a whole). Parameter names are Megatron's, Hugging Face names those of `nemotron_h`, whose
+//! `config.json` [`hugging_face`] reads and writes.
 
 mod attention;
 mod config;
 mod declare;
 mod decoder;
+mod hugging_face;
 mod mamba;
 mod mlp;
 mod moe;

@@ -3,7 +3,7 @@
 //! ```text
 //! [z | x | B | C | dt] = in_proj(RMSNorm(u))
 //! [x | B | C] = silu(causal depthwise conv1d([x | B | C]))
-//! dt = softplus(dt + dt_bias), A = -exp(A_log)
+//! dt = max(softplus(dt + dt_bias), mamba_dt_limit_min), A = -exp(A_log)
 //! S_t = exp(dt_t A) S_{t-1} + dt_t x_t B_t^T,  y_t = S_t C_t + D x_t     per head; heads of a group share B and C
 //! out_proj(RMSNorm_groups(y * silu(z)) * weight)
 //! ```
@@ -14,9 +14,6 @@ use crate::pattern::LayerKind;
 use gantry_plugin_api::ops::{Act, GatedNorm, Role, SsdScan};
 use gantry_plugin_api::plan::{Axis, Block, Init, Layout};
 use gantry_plugin_api::sdk::{Cx, Error, ParamId, Result, Tensor};
-
-/// The reference fixes the gated norm's eps, whatever that of the other norms.
-const GATED_NORM_EPS: f64 = 1e-5;
 
 /// Taps that the host's convolution takes.
 const MAX_CONV_WIDTH: usize = 8;
@@ -29,8 +26,16 @@ pub struct Sizes {
     groups: usize,
     state: usize,
     conv_width: usize,
-    chunk: usize,
+    scan: Scan,
     dt: Init,
+}
+
+/// Numbers that the forward pass needs besides parameters.
+#[derive(Clone, Copy, Debug)]
+struct Scan {
+    chunk: usize,
+    dt_min: f64,
+    norm_eps: f64,
 }
 
 impl Sizes {
@@ -56,7 +61,11 @@ impl Sizes {
                 "mamba_conv_width",
                 MAX_CONV_WIDTH,
             )?,
-            chunk: positive(config.mamba_chunk_size, "mamba_chunk_size")?,
+            scan: Scan {
+                chunk: positive(config.mamba_chunk_size, "mamba_chunk_size")?,
+                dt_min: within(config.mamba_dt_limit_min, "mamba_dt_limit_min", 0.0..=f64::MAX)?,
+                norm_eps: within(config.mamba_norm_epsilon, "mamba_norm_epsilon", f64::MIN_POSITIVE..=1.0)?,
+            },
             dt: Init::InverseSoftplus { low, high, floor },
         })
     }
@@ -110,7 +119,7 @@ impl Sizes {
             d: b.param_with("mixer.D", "mixer.D", [heads()], Init::Ones, |p| p.in_fp32()),
             gate_norm: b.param("mixer.norm.weight", "mixer.norm.weight", [channels()], Init::Ones),
             out_proj: b.param("mixer.out_proj.weight", "mixer.out_proj.weight", [hidden(), channels()], scaled),
-            chunk: self.chunk,
+            scan: self.scan,
         }
     }
 }
@@ -127,7 +136,7 @@ pub struct Mamba {
     d: ParamId,
     gate_norm: ParamId,
     out_proj: ParamId,
-    chunk: usize,
+    scan: Scan,
 }
 
 impl Mamba {
@@ -139,10 +148,10 @@ impl Mamba {
         let xbc = cx.concat("mixer.xbc", &[x, b, c])?;
         let xbc = cx.causal_conv1d("mixer.conv1d", xbc, self.conv_weight, self.conv_bias, Act::Silu)?;
         let xbc = cx.role(Role::Convolution, xbc)?;
-        let scan = SsdScan { chunk: self.chunk as u64 };
+        let scan = SsdScan { chunk: self.scan.chunk as u64, dt_min: self.scan.dt_min };
         let y = cx.ssd_scan("mixer.scan", xbc, dt, self.a_log, self.d, self.dt_bias, scan)?;
         let y = cx.role(Role::MixerCore, y)?;
-        let gate = GatedNorm { eps: GATED_NORM_EPS, norm_before_gate: false };
+        let gate = GatedNorm { eps: self.scan.norm_eps, norm_before_gate: false };
         let y = cx.role(Role::GateNorm, cx.gated_norm("mixer.norm", y, z, self.gate_norm, gate)?)?;
         cx.linear("mixer.out_proj", y, self.out_proj)
     }

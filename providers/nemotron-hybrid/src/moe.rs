@@ -13,6 +13,11 @@ use gantry_plugin_api::ops::{MoeRoute, Role};
 use gantry_plugin_api::plan::{Axis, Block, BufferUpdate, Init, Layout};
 use gantry_plugin_api::sdk::{BufferId, Cx, Error, ParamId, Result, Tensor};
 
+/// Whether the score of the chosen expert is its weight as it is: normalised, that of a single one would always be 1.
+pub fn single_score(topk: usize) -> bool {
+    topk == 1
+}
+
 /// Sizes and routing of expert layers.
 #[derive(Clone, Debug)]
 pub struct Sizes {
@@ -52,8 +57,7 @@ impl Sizes {
             route: MoeRoute {
                 topk: topk as u64,
                 score: config.moe_router_score_function.into(),
-                // The score of a single expert is its weight as it is: normalised it would always be 1.
-                normalize: topk > 1,
+                normalize: !single_score(topk),
                 scaling: config.moe_router_topk_scaling_factor,
                 aux_loss: coefficient(config.moe_aux_loss_coeff, "moe_aux_loss_coeff")?,
                 seq_aux_loss: coefficient(config.moe_seq_aux_loss_coeff, "moe_seq_aux_loss_coeff")?,

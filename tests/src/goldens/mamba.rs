@@ -145,7 +145,7 @@ pub fn mixer<T: Element>(check: &mut Check<'_>) -> Result<()> {
     let (heads, head_dim) = (case.size("nheads")?, case.size("headdim")?);
     let (groups, state) = (case.size("ngroups")?, case.size("d_state")?);
     let gate = GatedNorm { eps: case.number("norm_eps")?, norm_before_gate: case.flag("norm_before_gate")? };
-    let chunk = SsdScan { chunk: case.size("chunk_size")? as u64 };
+    let chunk = SsdScan { chunk: case.size("chunk_size")? as u64, ..SsdScan::default() };
     if !case.json["config"]["dt_limit"].is_null() && case.json["config"]["dt_limit"] != json!([0.0, "inf"]) {
         return Err("config.dt_limit bounds dt, which the operator does not".into());
     }

@@ -1,5 +1,5 @@
 //! Mamba-2 scan over each sequence: S_t = exp(dt_t a) S_{t-1} + dt_t x_t B_t^T, y_t = S_t C_t + d x_t, with
-//! dt = softplus(raw dt + dt_bias) and a = -exp(a_log) per head.
+//! dt = max(softplus(raw dt + dt_bias), dt_min) and a = -exp(a_log) per head.
 //!
 //! Placement: all rows on every rank; heads and their groups spread alike, so each rank scans its own heads and nothing is
 //! a partial sum. Axis states: heads are a prefix of the stored ones, whatever their state; a masked head has x = 0 and so
@@ -42,6 +42,9 @@ pub fn record(cx: &mut Recorder<'_>, attrs: SsdScan, inputs: &[ValueId]) -> Resu
     if attrs.chunk == 0 {
         return Err(cx.error("chunk is 0; a chunk has at least one token"));
     }
+    if !(attrs.dt_min.is_finite() && attrs.dt_min >= 0.0) {
+        return Err(cx.error(format!("dt_min is {}; it must be a number from 0", attrs.dt_min)));
+    }
 
     let cu_seqlens = cx.cu_seqlens()?;
     let shape = SsdShape {
@@ -57,7 +60,8 @@ pub fn record(cx: &mut Recorder<'_>, attrs: SsdScan, inputs: &[ValueId]) -> Resu
         c_off: x.local() + b.local(),
         ld_xbc: v.ld,
         ld_dt: steps.ld,
-        dt_limit: None,
+        // Softplus is never below 0.
+        dt_limit: (attrs.dt_min > 0.0).then_some((attrs.dt_min, f64::INFINITY)),
     };
     let mut dims: Vec<Dim> = v.dims[..v.dims.len() - 1].to_vec();
     dims.push(Dim::of(&x.name, [x.clone()]));
@@ -181,7 +185,7 @@ mod tests {
                 } else {
                     (inputs[0], inputs[1])
                 };
-                Ok(vec![record(cx, SsdScan { chunk: 4 }, &[xbc, dt, p[0], p[1], p[2]])?[0]])
+                Ok(vec![record(cx, SsdScan { chunk: 4, dt_min: 0.3 }, &[xbc, dt, p[0], p[1], p[2]])?[0]])
             }),
         }
     }
@@ -229,7 +233,8 @@ mod tests {
             };
             refuse(SsdScan::default(), [inputs[1], inputs[1]], "segments x, B and C");
             refuse(SsdScan::default(), [inputs[0], inputs[0]], "one segment of heads");
-            refuse(SsdScan { chunk: 0 }, [inputs[0], inputs[1]], "chunk is 0");
+            refuse(SsdScan { chunk: 0, ..SsdScan::default() }, [inputs[0], inputs[1]], "chunk is 0");
+            refuse(SsdScan { dt_min: f64::NAN, ..SsdScan::default() }, [inputs[0], inputs[1]], "dt_min is NaN");
             Ok(vec![inputs[0]])
         });
         test.run(Grid::SINGLE);
@@ -268,7 +273,7 @@ mod tests {
                 let xbc = shape::concat(cx, Default::default(), &parts[1..4])?[0];
                 let xbc = causal_conv1d::record(cx, Default::default(), &[xbc, p[1], p[2]])?[0];
                 let xbc = mask::at_role(cx, Role::Convolution, xbc)?;
-                let y = record(cx, SsdScan { chunk: 4 }, &[xbc, parts[4], p[3], p[4], p[5]])?[0];
+                let y = record(cx, SsdScan { chunk: 4, ..SsdScan::default() }, &[xbc, parts[4], p[3], p[4], p[5]])?[0];
                 let y = mask::at_role(cx, Role::MixerCore, y)?;
                 // e, the ratio of eps, has no gradient: with a small eps finite differences do not see it.
                 let norm = GatedNorm { eps: 1e-12, ..Default::default() };

@@ -226,6 +226,8 @@ operators! {
     SsdScan = 9 v 1 "ssd_scan" {
         /// Tokens of a chunk; results do not depend on it beyond rounding.
         chunk: u64 = 64,
+        /// Time steps, after softplus, are at least this.
+        dt_min: f64 = 0.0,
     }
     /// Scaled dot-product attention. Inputs: qkv [tokens, q | k | v]. Output: [tokens, heads x head_dim].
     Attention = 10 v 1 "attention" {

@@ -8,6 +8,7 @@ use super::hello::NeededOperator;
 use super::tables::{HostTableRef, ParBody, PluginTable, PluginTableRef};
 use super::types::{Ctx, CustomRun, Object, Reply};
 use crate::plan::{AxisSetting, MicroBatchInfo, ModelPlan, ProviderInfo, ProviderKind, Stage, Submodel};
+use crate::sdk::hugging_face;
 use crate::sdk::{
     Configure, CustomOp, Cx, Elastifier, Error, HookEvent, Hooks, Module, Provider, Result, check_settings, configure,
 };
@@ -32,6 +33,20 @@ pub struct Entry {
     kind: ProviderKind,
     info: fn(&str, ProviderKind) -> ProviderInfo,
     create: fn(&str, &serde_json::Value) -> Result<Held>,
+    /// `config.json` to the provider's config, and (true) back.
+    folder: fn(&str, serde_json::Value, bool) -> Result<RString>,
+}
+
+fn no_folders(name: &str, _: serde_json::Value, _: bool) -> Result<RString> {
+    Err(hugging_face::none(name))
+}
+
+fn folders<T: Configure>(name: &str, config: serde_json::Value, export: bool) -> Result<RString> {
+    if export {
+        json_out(&hugging_face::export::<T>(name, &config)?)
+    } else {
+        json_out(&hugging_face::import::<T>(name, config)?)
+    }
 }
 
 impl Entry {
@@ -41,6 +56,7 @@ impl Entry {
             kind: ProviderKind::Model,
             info: configure::info::<T>,
             create: |name, config| Ok(Held::Provider(Box::new(configure::create::<T>(name, config)?))),
+            folder: folders::<T>,
         }
     }
 
@@ -50,6 +66,7 @@ impl Entry {
             kind: ProviderKind::Elastifier,
             info: configure::info::<T>,
             create: |name, config| Ok(Held::Elastifier(RefCell::new(Box::new(configure::create::<T>(name, config)?)))),
+            folder: no_folders,
         }
     }
 
@@ -62,8 +79,10 @@ impl Entry {
                 kind,
                 summary: T::SUMMARY.into(),
                 config_schema: configure::schema::<T::Attrs>(),
+                hugging_face: None,
             },
             create: |_, attrs| Ok(Held::Operator(super::custom::bind::<T>(attrs)?)),
+            folder: no_folders,
         }
     }
 
@@ -73,6 +92,7 @@ impl Entry {
             kind: ProviderKind::Hooks,
             info: configure::info::<T>,
             create: |name, config| Ok(Held::Hooks(RefCell::new(Box::new(configure::create::<T>(name, config)?)))),
+            folder: no_folders,
         }
     }
 }
@@ -137,17 +157,24 @@ impl<P: Plugin> Functions<P> {
 
     extern "C" fn create(kind: u32, name: RStr<'_>, config: RStr<'_>) -> Reply<Object> {
         protect("create", || {
-            let entry = P::ENTRIES.iter().find(|e| e.kind as u32 == kind && e.name == name.as_str());
-            let entry = entry.ok_or_else(|| {
-                let names: Vec<&str> = P::ENTRIES.iter().map(|e| e.name).collect();
-                Error::plugin(format!(
-                    "plugin {} has no such provider \"{name}\"; it has: {}",
-                    P::NAME,
-                    names.join(", ")
-                ))
-            })?;
+            let entry = Self::entry(kind, name)?;
             let config: serde_json::Value = json_in("config", config)?;
             Ok((entry.create)(entry.name, &config)?.into_object())
+        })
+    }
+
+    extern "C" fn hugging_face(name: RStr<'_>, config: RStr<'_>, export: bool) -> Reply<RString> {
+        protect("hugging_face", || {
+            let entry = Self::entry(ProviderKind::Model as u32, name)?;
+            (entry.folder)(entry.name, json_in("config", config)?, export)
+        })
+    }
+
+    fn entry(kind: u32, name: RStr<'_>) -> Result<&'static Entry> {
+        let entry = P::ENTRIES.iter().find(|e| e.kind as u32 == kind && e.name == name.as_str());
+        entry.ok_or_else(|| {
+            let names: Vec<&str> = P::ENTRIES.iter().map(|e| e.name).collect();
+            Error::plugin(format!("plugin {} has no such provider \"{name}\"; it has: {}", P::NAME, names.join(", ")))
         })
     }
 
@@ -166,6 +193,7 @@ impl<P: Plugin> Functions<P> {
         custom_shapes,
         custom_run,
         provider_submodel,
+        hugging_face: Self::hugging_face,
         #[cfg(feature = "grown")]
         about: Self::about,
     };

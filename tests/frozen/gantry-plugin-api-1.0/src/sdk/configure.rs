@@ -3,6 +3,7 @@
 //! The schema that describes a config to `gantry inspect` and to editors is also what unknown keys are checked against,
 //! so that a misspelt key is an error that names the nearest one.
 
+use super::hugging_face::{self, HuggingFace};
 use super::{Error, Result};
 use crate::plan::{ProviderInfo, ProviderKind};
 use schemars::JsonSchema;
@@ -17,12 +18,21 @@ pub trait Configure: Sized + 'static {
     /// One line for `gantry inspect`.
     const SUMMARY: &'static str;
 
+    /// Its Hugging Face folders, if it has any; see [`HuggingFace`].
+    const HUGGING_FACE: Option<HuggingFace<Self>> = None;
+
     /// The provider of a config, or what is wrong with the config.
     fn new(config: Self::Config) -> Result<Self>;
 }
 
 pub(crate) fn info<T: Configure>(name: &str, kind: ProviderKind) -> ProviderInfo {
-    ProviderInfo { name: name.into(), kind, summary: T::SUMMARY.into(), config_schema: schema::<T::Config>() }
+    ProviderInfo {
+        name: name.into(),
+        kind,
+        summary: T::SUMMARY.into(),
+        config_schema: schema::<T::Config>(),
+        hugging_face: hugging_face::kind::<T>(),
+    }
 }
 
 pub(crate) fn schema<C: JsonSchema>() -> Value {
