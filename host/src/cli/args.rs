@@ -23,6 +23,8 @@ pub(super) enum Command {
     Eval(Eval),
     /// Writes text with a trained model, as it comes.
     Generate(Generate),
+    /// Ranks heads, channels, experts and layers by importance, and sorts a trained model by it.
+    Rank(Rank),
     /// Cuts a smaller model out of a trained one: a checkpoint with its own recipe.
     Slice(Slice),
     /// Describes a plugin: providers, configuration, parameters, axes. A crashing plugin is reported.
@@ -129,6 +131,27 @@ fn at_least_zero(text: &str) -> Result<f64, String> {
 
 fn probability(text: &str) -> Result<f64, String> {
     at_least_zero(text).ok().filter(|&p| p <= 1.0).ok_or_else(|| "expected a number from 0 to 1".into())
+}
+
+#[derive(Debug, Args)]
+pub(super) struct Rank {
+    #[command(flatten)]
+    pub recipe: RecipeArguments,
+    /// Checkpoint folder, or a run folder: its newest.
+    #[arg(long, value_name = "DIR")]
+    pub checkpoint: PathBuf,
+    /// Where the sorted model goes, ranking.json beside it; a folder that is not there yet.
+    #[arg(long, value_name = "DIR")]
+    pub out: PathBuf,
+    /// Training samples of the recipe's data to look at.
+    #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..))]
+    pub samples: u32,
+    /// Of these, samples that the model is run on without each of its layers in turn; 0: layers are not ranked.
+    #[arg(long, value_name = "N", default_value_t = 16)]
+    pub layer_samples: u32,
+    /// Prints the ranking as JSON.
+    #[arg(long)]
+    pub json: bool,
 }
 
 #[derive(Debug, Args)]

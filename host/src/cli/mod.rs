@@ -12,6 +12,8 @@ mod generate;
 mod inspect;
 mod model;
 mod plan;
+mod rank;
+mod rewrite;
 mod schema;
 mod slice;
 mod summary;
@@ -52,6 +54,7 @@ fn run(arguments: Arguments) -> Result<()> {
         Command::Plan(arguments) => plan::run(arguments),
         Command::Eval(arguments) => eval::run(arguments),
         Command::Generate(arguments) => generate::run(arguments),
+        Command::Rank(arguments) => rank::run(arguments),
         Command::Slice(arguments) => slice::run(arguments),
         Command::Inspect(arguments) => inspect::run(arguments),
         Command::Schema(arguments) => schema::run(arguments),

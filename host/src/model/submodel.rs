@@ -112,6 +112,33 @@ pub fn kept(axes: &[Axis], submodel: &Submodel, layer: Option<usize>, dim: &Layo
     Ok(positions)
 }
 
+/// For each logical position of a dimension the position that takes its place when units of an axis are put in another
+/// order: `order(axis, layer)` says which unit, in elastic order, comes to each place; none leaves an axis as it is.
+pub fn reordered(
+    axes: &[Axis],
+    layer: Option<usize>,
+    dim: &Layout,
+    order: impl Fn(usize, Option<usize>) -> Option<Vec<usize>>,
+) -> Result<Vec<u32>> {
+    let stored = resolve(axes, dim)?;
+    let mut from: Vec<u32> = (0..stored.logical_of.len() as u32).collect();
+    let mut start = 0;
+    for leaf in &stored.leaves {
+        let of_axis = leaf.axis.and_then(|axis| {
+            let layer = if axes[axis].per_layer { layer } else { None };
+            order(axis, layer)
+        });
+        for (place, unit) in of_axis.into_iter().flatten().enumerate() {
+            for i in 0..leaf.unit {
+                let at = |unit: usize| stored.logical_of[start + unit * leaf.unit + i];
+                from[at(place) as usize] = at(unit);
+            }
+        }
+        start += leaf.units * leaf.unit;
+    }
+    Ok(from)
+}
+
 /// The elements of a row-major tensor of `shape` at the `kept` positions of each dimension.
 pub fn cut<E: Copy>(values: &[E], shape: &[usize], kept: &[Vec<u32>]) -> Vec<E> {
     let Some((last, outer)) = kept.split_last() else { return values.to_vec() };
@@ -199,6 +226,16 @@ mod tests {
             Layout::seq([("q", Layout::axis("heads", 1)), ("k", Layout::Fixed(1)), ("v", Layout::Fixed(1))]),
         );
         assert_eq!(kept(&plan.axes, &sub, Some(1), &qkv).unwrap(), [0, 1, 3, 4, 5, 6, 8, 9]);
+    }
+
+    #[test]
+    fn units_change_places_within_their_group() {
+        let plan = plan();
+        // Elastic order of heads 0 1 2 | 3 4 5 is 0 3 1 4 2 5; in the first group the last head comes first.
+        let heads = |axis: usize, layer: Option<usize>| (axis == 2 && layer == Some(1)).then(|| vec![4, 1, 0, 3, 2, 5]);
+        let dim = Layout::axis("heads", 1);
+        assert_eq!(reordered(&plan.axes, Some(1), &dim, heads).unwrap(), [2, 0, 1, 3, 4, 5]);
+        assert_eq!(reordered(&plan.axes, Some(0), &dim, heads).unwrap(), [0, 1, 2, 3, 4, 5]);
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! The record itself: values on storages, steps in order, and the tape for the backward pass.
 
-use super::dims::Dim;
+use super::dims::{AxisKey, Dim};
 use gantry_kernels::Kernel;
 use smallvec::SmallVec;
 use std::collections::BTreeMap;
@@ -208,6 +208,26 @@ pub struct LossTerm {
     pub seed: ValueId,
 }
 
+/// What an observer of a forward pass can see: a value as it is before a step runs. Recorded where nothing is trained.
+#[derive(Clone, Debug)]
+pub struct Mark {
+    /// Step before which the value is there.
+    pub at: usize,
+    pub value: ValueId,
+    pub seen: Seen,
+}
+
+/// What a marked value is.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Seen {
+    /// What a norm over a whole dimension gives.
+    NormOutput,
+    /// What a projection takes.
+    ProjectionInput,
+    /// What the last projection of experts gives: the slots of each `experts` unit from `offsets` (i32 [experts + 1]).
+    ExpertOutput { experts: AxisKey, offsets: ValueId },
+}
+
 /// Tokens per expert of one micro-batch and router.
 #[derive(Clone, Debug)]
 pub struct Load {
@@ -244,6 +264,7 @@ pub struct Graph {
     /// One-element values reported per step.
     pub metrics: Vec<(String, ValueId)>,
     pub loads: Vec<Load>,
+    pub marks: Vec<Mark>,
     /// Parameter entries whose main gradient is a sum over tp ranks not yet taken.
     pub partial_grads: Vec<bool>,
     /// Parameter entries that got a complete gradient contribution.

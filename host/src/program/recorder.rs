@@ -2,7 +2,7 @@
 
 use super::backprop::Backward;
 use super::dims::{AxisKey, Dim, Segment};
-use super::graph::{DType, Graph, Node, Region, Space, StorageId, Value, ValueId};
+use super::graph::{DType, Graph, Mark, Node, Region, Seen, Space, StorageId, Value, ValueId};
 use super::ops;
 use super::placement::Target;
 use super::states::{StateKey, States};
@@ -11,7 +11,7 @@ use crate::mesh::{Grid, Place};
 use crate::model::ParamTable;
 use crate::model::params::Stored;
 use gantry_kernels::blocks::Blocks;
-use gantry_plugin_api::ops::{RegionKind, Role};
+use gantry_plugin_api::ops::{GroupedLinear, LayerNorm, Linear, Op, RegionKind, RmsNorm, Role};
 use gantry_plugin_api::plan::{ModelPlan, PortKind, RoleMask};
 use gantry_plugin_api::sdk::{
     self, DimDesc, HostCalls, LogLevel, OpCall, Outputs, RegionEntry, SegmentDesc, TensorDesc, TensorRef,
@@ -361,6 +361,31 @@ impl<'m> Recorder<'m> {
         self.g.call = self.g.calls.len() as u32 - 1;
     }
 
+    /// Notes what an operator's values tell of the units they are made of; `before`: its first step.
+    fn mark(&mut self, op: u32, before: usize, inputs: &[ValueId], results: &[ValueId]) {
+        let (Some(&x), Some(&y)) = (inputs.first(), results.first()) else { return };
+        if self.cx.training {
+            return;
+        }
+        let after = self.g.steps.len();
+        let of_axis = |dim: &Dim, per_layer: bool| {
+            dim.segs.iter().any(|seg| seg.axis.is_some_and(|axis| axis.layer.is_some() == per_layer))
+        };
+        if [RmsNorm::ID, LayerNorm::ID].contains(&op) && of_axis(self.value(y).last(), false) {
+            self.g.marks.push(Mark { at: after, value: y, seen: Seen::NormOutput });
+        }
+        if [Linear::ID, GroupedLinear::ID].contains(&op) && of_axis(self.value(x).last(), true) {
+            self.g.marks.push(Mark { at: before, value: x, seen: Seen::ProjectionInput });
+        }
+        if op == GroupedLinear::ID && of_axis(self.value(y).last(), false) {
+            let experts = self.value(inputs[1]).dims.first().and_then(|dim| dim.segs.first()?.axis);
+            if let Some(experts) = experts {
+                let seen = Seen::ExpertOutput { experts, offsets: inputs[2] };
+                self.g.marks.push(Mark { at: after, value: y, seen });
+            }
+        }
+    }
+
     /// Ends the recording: closes bookkeeping that spans regions.
     pub fn finish(&mut self) -> Result<()> {
         if self.open.len() != 1 {
@@ -404,12 +429,14 @@ impl HostCalls for Recorder<'_> {
             *name = op.name();
         }
         let inputs = call.inputs.iter().map(|&t| self.resolve(t)).collect::<Result<SmallVec<[ValueId; 8]>>>()?;
+        let before = self.g.steps.len();
         let results = op.record(self, call.attrs, &inputs).map_err(|e| {
             let shapes: Vec<String> = inputs.iter().map(|&id| self.g.value(id).text()).collect();
             e.detail(format!("operator {} on {}", op.name(), shapes.join(", ")))
         });
         match results {
             Ok(results) => {
+                self.mark(call.op, before, &inputs, &results);
                 outputs.extend(results.into_iter().map(|id| self.handle(id)));
                 Ok(())
             }

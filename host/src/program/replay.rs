@@ -2,7 +2,7 @@
 //!
 //! Binding resolves every operand to a range of an arena once; a replay only splits slices and launches.
 
-use super::graph::{Action, Collective, Graph, Operand, Space, StorageId, ValueId};
+use super::graph::{Action, Collective, Graph, Mark, Operand, Space, StorageId, ValueId};
 use super::memory::{self, Plan};
 use super::profile::Profile;
 use crate::comm::Group;
@@ -107,7 +107,8 @@ impl Program {
         Arena { act: vec![T::ZERO; self.plan.act_len], int: vec![0; self.plan.int_len] }
     }
 
-    pub(super) fn range(&self, id: ValueId) -> Range<usize> {
+    /// Where a value lies in its space.
+    pub fn range(&self, id: ValueId) -> Range<usize> {
         let v = self.graph.value(id);
         let start = self.plan.offsets[v.storage.0 as usize] + v.offset;
         start..start + v.rows.saturating_sub(1) * v.ld + if v.rows == 0 { 0 } else { v.cols }
@@ -158,6 +159,27 @@ impl Program {
                 profile.add(class, clock.elapsed(), cost, T::BYTES);
             }
         }
+        Ok(())
+    }
+
+    /// Runs the forward phase and shows every mark of the record when its value is there.
+    pub fn run_observed<T: Element>(
+        &self,
+        arena: &mut Arena<T>,
+        memory: &mut Memory<'_, T>,
+        tp: &dyn Group<T>,
+        mut see: impl FnMut(&Arena<T>, &Mark),
+    ) -> Result<()> {
+        let mut marks: Vec<&Mark> = self.graph.marks.iter().collect();
+        marks.sort_by_key(|mark| mark.at);
+        let mut marks = marks.into_iter().peekable();
+        for i in self.steps_of(Phase::Forward) {
+            while let Some(mark) = marks.next_if(|mark| mark.at <= i) {
+                see(arena, mark);
+            }
+            self.run_step(i, arena, memory, tp)?;
+        }
+        marks.for_each(|mark| see(arena, mark));
         Ok(())
     }
 

@@ -3,7 +3,7 @@
 use super::guard::Diagnosis;
 use super::rank::Rank;
 use super::record::{Distillation, KD_LOSS};
-use super::team::{ElasticSpec, Kind, TeacherSpec, Team, TeamSpec, vocab};
+use super::team::{ElasticSpec, Kind, TeacherSpec, Team, TeamSpec};
 use super::{Engine, Hyper, LossSums, StepReport};
 use crate::checkpoint::{CheckpointReader, ElementType, PluginEntry, Staging};
 use crate::data::Batch;
@@ -228,34 +228,6 @@ impl<T: Element> TeamEngine<T> {
         let distillation = spec.teacher.as_ref().map(|teacher| teacher.distillation);
         Ok(TeamEngine { team, module, batches, adam: adam(recipe), distillation, micro_batches, seq_length, plugins })
     }
-
-    /// Fills every tensor of the kinds. Every tensor of the checkpoint must be of one of them, or `may_stay` allow it; of
-    /// the type `ty`, if it must not be converted.
-    fn load_kinds(
-        &self,
-        reader: &mut CheckpointReader,
-        kinds: &[Kind],
-        ty: Option<ElementType>,
-        may_stay: fn(&str) -> bool,
-    ) -> Result<()> {
-        let mut wanted = Vec::new();
-        for &kind in kinds {
-            for (index, mut parts) in self.team.entries(kind)?.into_iter().enumerate() {
-                parts.iter_mut().for_each(|(name, _)| name.insert_str(0, kind.prefix()));
-                wanted.push((kind, index, parts));
-            }
-        }
-        let all: Vec<_> = wanted.iter().flat_map(|(_, _, parts)| parts).cloned().collect();
-        reader.expect(&all, ty, may_stay)?;
-        for (kind, index, parts) in wanted.into_iter().filter(|(_, _, parts)| !parts.is_empty()) {
-            let mut values = Vec::new();
-            for (name, shape) in parts {
-                values.extend(reader.take(&name, &shape)?.data.into_f64());
-            }
-            self.team.scatter(kind, index, values)?;
-        }
-        Ok(())
-    }
 }
 
 /// A rank's micro-batches of a step.
@@ -351,15 +323,15 @@ impl<T: Element> Engine for TeamEngine<T> {
     }
 
     fn load(&mut self, reader: &mut CheckpointReader) -> Result<()> {
-        self.load_kinds(reader, &KINDS, Some(ElementType::of_bytes(T::BYTES)), |_| false)
+        self.team.load(reader, &KINDS, Some(ElementType::of_bytes(T::BYTES)), |_| false)
     }
 
     fn load_teacher(&mut self, reader: &mut CheckpointReader) -> Result<()> {
-        self.load_kinds(reader, &[Kind::Teacher, Kind::TeacherBuffers], None, |name| name.starts_with("optimizer."))
+        self.team.load(reader, &[Kind::Teacher, Kind::TeacherBuffers], None, |name| name.starts_with("optimizer."))
     }
 
     fn load_weights(&mut self, reader: &mut CheckpointReader) -> Result<()> {
-        self.load_kinds(reader, &[Kind::Params, Kind::Buffers], None, |name| name.starts_with("optimizer."))
+        self.team.load(reader, &[Kind::Params, Kind::Buffers], None, |name| name.starts_with("optimizer."))
     }
 
     fn evaluate(&mut self, step: u64, batches: Vec<Batch>) -> Result<LossSums> {
@@ -375,7 +347,7 @@ impl<T: Element> Engine for TeamEngine<T> {
     }
 
     fn vocab(&self) -> Option<usize> {
-        vocab(&self.team.plan)
+        self.team.vocab()
     }
 
     fn start_profile(&mut self) -> Result<()> {

@@ -64,6 +64,13 @@ impl<T: Element> Rank<T> {
         self.logits_of(Mode::NextToken, batch)
     }
 
+    /// A forward pass up to the output weight, for whoever observes it.
+    pub(super) fn hidden_pass(&mut self, batch: &Batch) -> Result<()> {
+        let live = self.forward(Mode::Hidden, batch, &info(0, 0, batch, false), 1.0)?;
+        self.give_back(live);
+        Ok(())
+    }
+
     fn logits_of(&mut self, mode: Mode, batch: &Batch) -> Result<Option<Share>> {
         let live = self.forward(mode, batch, &info(0, 0, batch, false), 1.0)?;
         let share = self.programs.get(&live.signature).and_then(|compiled| {

@@ -39,6 +39,7 @@ mod footprint;
 pub mod guard;
 pub mod held_out;
 pub mod hooks;
+pub(crate) mod importance;
 mod loads;
 pub mod plan;
 pub mod rank;

@@ -3,6 +3,7 @@
 //! A rank runs on one thread and owns its provider's instance. Everything it needs of others goes through its groups.
 
 use super::diagnose::Watch;
+use super::importance::Importance;
 use super::loads::Loads;
 use super::record::{Compiled, Distillation, LOGITS_ROW, Mode, Signature, StageModel, TEACHER_HIDDEN};
 use crate::comm::Group;
@@ -83,6 +84,8 @@ pub struct Rank<T> {
     pub profile: Option<Profile>,
     /// Looks at everything that replays write while it is there.
     pub(super) watch: Option<Watch>,
+    /// Adds up what forward passes show of each unit while it is there.
+    pub(super) importance: Option<Importance>,
     /// The frozen model this one learns from.
     pub teacher: Option<Teacher<T>>,
     check_purity: bool,
@@ -142,6 +145,7 @@ impl<T: Element> Rank<T> {
             step_inputs: BTreeMap::new(),
             profile: None,
             watch: None,
+            importance: None,
             teacher,
             check_purity,
         })
@@ -282,9 +286,13 @@ impl<T: Element> Rank<T> {
         let teacher = self.teacher.as_ref().map_or(&[][..], |teacher| &teacher.rank.params);
         let mut memory = Memory { params: &self.params, grads: &mut self.grads, buffers: &self.buffers, teacher };
         let (tp, profile) = (self.groups.tp.as_ref(), self.profile.as_mut());
-        match &mut self.watch {
-            None => program.run_profiled(Phase::Forward, &mut arena, &mut memory, tp, profile)?,
-            Some(watch) => {
+        match (&mut self.watch, &mut self.importance) {
+            (None, None) => program.run_profiled(Phase::Forward, &mut arena, &mut memory, tp, profile)?,
+            (None, Some(importance)) => {
+                program
+                    .run_observed(&mut arena, &mut memory, tp, |arena, mark| importance.see(program, arena, mark))?;
+            }
+            (Some(watch), _) => {
                 watch.note(info.micro_batch, program.run_checked(Phase::Forward, &mut arena, &mut memory, tp)?);
             }
         }

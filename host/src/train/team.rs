@@ -5,7 +5,7 @@
 
 use super::rank::{Elastic, Groups, Rank, Teacher};
 use super::record::{Distillation, StageModel, Tamper};
-use crate::checkpoint::{LogicalTensor, TensorData};
+use crate::checkpoint::{CheckpointReader, ElementType, LogicalTensor, TensorData};
 use crate::comm::{Group, threads};
 use crate::error::{Cause, Error, Result};
 use crate::mesh::{Grid, Place};
@@ -220,6 +220,11 @@ impl<T: Element> Team<T> {
         first_error(receivers.into_iter().map(|r| r.recv().unwrap_or_else(|_| Err(lost()))).collect())
     }
 
+    /// Tokens of the model's vocabulary, if it has one.
+    pub fn vocab(&self) -> Option<usize> {
+        vocab(&self.plan)
+    }
+
     /// Number of tensors of a kind; they are gathered by number.
     fn count(&self, kind: Kind) -> usize {
         let plan = self.plan_of(kind);
@@ -322,6 +327,34 @@ impl<T: Element> Team<T> {
         } else {
             (plan.params[index].name.clone(), plan.params[index].export_shape.clone())
         }
+    }
+
+    /// Fills every tensor of the kinds. Every tensor of the checkpoint must be of one of them, or `may_stay` allow it; of
+    /// the type `ty`, if it must not be converted.
+    pub fn load(
+        &self,
+        reader: &mut CheckpointReader,
+        kinds: &[Kind],
+        ty: Option<ElementType>,
+        may_stay: fn(&str) -> bool,
+    ) -> Result<()> {
+        let mut wanted = Vec::new();
+        for &kind in kinds {
+            for (index, mut parts) in self.entries(kind)?.into_iter().enumerate() {
+                parts.iter_mut().for_each(|(name, _)| name.insert_str(0, kind.prefix()));
+                wanted.push((kind, index, parts));
+            }
+        }
+        let all: Vec<_> = wanted.iter().flat_map(|(_, _, parts)| parts).cloned().collect();
+        reader.expect(&all, ty, may_stay)?;
+        for (kind, index, parts) in wanted.into_iter().filter(|(_, _, parts)| !parts.is_empty()) {
+            let mut values = Vec::new();
+            for (name, shape) in parts {
+                values.extend(reader.take(&name, &shape)?.data.into_f64());
+            }
+            self.scatter(kind, index, values)?;
+        }
+        Ok(())
     }
 
     /// Gives declared tensor `index` of a kind its logical `values` on every rank that holds a share.
@@ -436,7 +469,7 @@ fn own_workers(ranks: usize) -> Result<rayon::ThreadPool> {
 const VOCAB_AXIS: &str = "vocab";
 
 /// Tokens of a model's vocabulary.
-pub(super) fn vocab(plan: &ModelPlan) -> Option<usize> {
+fn vocab(plan: &ModelPlan) -> Option<usize> {
     plan.axes.iter().find(|axis| axis.name == VOCAB_AXIS).map(|axis| axis.size)
 }
 
