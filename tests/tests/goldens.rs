@@ -55,6 +55,40 @@ fn goldens_notice_a_wrong_number_of_a_data_set() {
     assert!(matches!(check(&more), Outcome::Failed(e) if e == "u16.new.tokens was not compared"));
 }
 
+/// And the checks of formulas, whose results stand in the description.
+#[test]
+fn goldens_notice_a_wrong_number_of_a_description() {
+    let places = [
+        ("flextron_schedules", "/tau/1/tau/3"),
+        ("flextron_schedules", "/linear_scaler/0/values/2"),
+        ("flextron_schedules", "/per_list_to_int_list/ints/mamba/2"),
+        ("flextron_budget_choice", "/rows/0/sequence/50/budget"),
+        ("flextron_budget_choice", "/rows/2/sequence/39/counter_after"),
+        ("flextron_sizes", "/rows/9/params_active"),
+        ("flextron_sizes", "/rows/20/memory_gib/fp4"),
+        ("flextron_budget_loss", "/rows/3/loss"),
+        ("flextron_loss_assembly", "/rows/6/total"),
+        ("flextron_loss_assembly", "/rows/3/grad_param_loss"),
+        ("flextron_loss_assembly", "/plain_script_rows/4/total"),
+    ];
+    for (kind, place) in places {
+        let mut wrong = first_of(kind);
+        let number = wrong.json.pointer_mut(place).unwrap_or_else(|| panic!("{kind} has no {place}"));
+        *number = (number.as_f64().unwrap() * 1.001 + 1e-3).into();
+        assert!(matches!(check(&wrong), Outcome::Failed(_)), "{kind}: a wrong {place} went unnoticed");
+    }
+    let case = first_of("flextron_budget_loss");
+    for name in case.tensors.keys().filter(|name| name.contains(".out.") || name.contains(".grad.")) {
+        let mut wrong = case.clone();
+        wrong.tensors.get_mut(name).unwrap().data[0] += 1e-3;
+        assert!(matches!(check(&wrong), Outcome::Failed(_)), "a wrong {name} went unnoticed");
+    }
+    let mut more = case.clone();
+    let loss = more.tensors["case0.out.loss"].clone();
+    more.tensors.insert("case0.out.other".into(), loss);
+    assert!(matches!(check(&more), Outcome::Failed(e) if e == "case0.out.other was not compared"));
+}
+
 #[test]
 fn goldens_refuse_a_kind_nobody_checks_and_a_result_nobody_compares() {
     let mut unknown = first_of("rmsnorm");

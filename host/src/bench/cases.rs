@@ -67,7 +67,15 @@ fn with_params<A: Op + Clone + 'static>(attrs: A, params: usize) -> Forward {
 }
 
 fn axis(name: &str, size: usize, group: Option<&str>) -> Axis {
-    Axis { name: name.into(), size, group: group.map(str::to_string), shard: None, elastic: false, per_layer: false }
+    Axis {
+        name: name.into(),
+        size,
+        group: group.map(str::to_string),
+        shard: None,
+        elastic: false,
+        per_layer: false,
+        active: None,
+    }
 }
 
 /// Every case at T tokens and hidden size C, a multiple of 64 or less than that and one of 32.

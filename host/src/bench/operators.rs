@@ -146,6 +146,7 @@ fn plan(case: &Case) -> ModelPlan {
         layer: None,
         starts_stage: false,
         extra_flops_per_token: 0.0,
+        memory: Vec::new(),
     };
     let param = |(number, dims): (usize, &Vec<gantry_plugin_api::plan::Layout>)| Param {
         name: format!("p{number}"),

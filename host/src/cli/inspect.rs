@@ -272,6 +272,7 @@ mod tests {
             shard: None,
             elastic: false,
             per_layer: false,
+            active: None,
         };
         let plan =
             ModelPlan { axes: vec![axis("heads", 6, Some("groups")), axis("groups", 2, None)], ..Default::default() };

@@ -178,7 +178,15 @@ mod tests {
     use super::*;
 
     fn axis(name: &str, size: usize, group: Option<&str>) -> Axis {
-        Axis { name: name.into(), size, group: group.map(Into::into), shard: None, elastic: true, per_layer: true }
+        Axis {
+            name: name.into(),
+            size,
+            group: group.map(Into::into),
+            shard: None,
+            elastic: true,
+            per_layer: true,
+            active: None,
+        }
     }
 
     fn axes() -> Vec<Axis> {

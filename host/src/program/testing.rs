@@ -49,7 +49,15 @@ pub struct OpTest {
 
 /// An axis spread over tp (if `tp`), elastic, one width per model.
 pub fn axis(name: &str, size: usize, tp: bool) -> Axis {
-    Axis { name: name.into(), size, group: None, shard: tp.then_some(Shard::Tp), elastic: true, per_layer: false }
+    Axis {
+        name: name.into(),
+        size,
+        group: None,
+        shard: tp.then_some(Shard::Tp),
+        elastic: true,
+        per_layer: false,
+        active: None,
+    }
 }
 
 /// All results of a run by name, in storage order over all ranks: outputs `y0`.., gradients `d.<input>`, `d.<param>`.
@@ -65,6 +73,7 @@ impl OpTest {
                 layer: Some(0),
                 starts_stage: false,
                 extra_flops_per_token: 0.0,
+                memory: Vec::new(),
             }],
             params: self
                 .params

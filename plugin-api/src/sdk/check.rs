@@ -18,6 +18,10 @@ impl ModelPlan {
         unique("port", self.ports.iter().map(|p| p.name.as_str()))?;
         for axis in &self.axes {
             let place = || format!("axis {}", axis.name);
+            if let Some(active) = axis.active.filter(|n| *n == 0 || *n > axis.size) {
+                let (place, size) = (place(), axis.size);
+                return Err(Error::shape(format!("{place}: a token passes through {active} of its {size} units")));
+            }
             if let Some(group) = &axis.group {
                 let Some(group) = self.axes.iter().find(|a| a.name == *group) else {
                     return Err(Error::shape(format!("{}: is grouped by \"{group}\", which is no axis", place())));
@@ -34,7 +38,10 @@ impl ModelPlan {
             }
         }
         for block in &self.blocks {
-            finite(&format!("block {}", block.path), "extra_flops_per_token", block.extra_flops_per_token)?;
+            let place = format!("block {}", block.path);
+            finite(&place, "extra_flops_per_token", block.extra_flops_per_token)?;
+            let dims = block.memory.iter().flat_map(|footprint| &footprint.dims);
+            dims.into_iter().try_for_each(|layout| check_layout(&place, layout, &axes))?;
         }
         for p in &self.params {
             let place = format!("parameter {}", p.name);

@@ -11,7 +11,9 @@
 //! host also owns what is not in this file: parallel layouts, the backward pass, the loss, the optimizer, checkpoints.
 
 use gantry_plugin_api::ops::{self, Attention, Role, Rope};
-use gantry_plugin_api::plan::{Axis, Block, Init, Layout, ModelPlan, Param, Port, PortKind, Stage, Submodel};
+use gantry_plugin_api::plan::{
+    Axis, Block, FootprintKind, Init, Layout, ModelPlan, Param, Port, PortKind, Stage, Submodel,
+};
 use gantry_plugin_api::schemars::{self, JsonSchema};
 use gantry_plugin_api::sdk::{Configure, Cx, Error, Module, ParamId, Provider, Result, Tensor};
 use serde::Deserialize;
@@ -197,6 +199,7 @@ impl DenseGpt {
         let head = || Layout::Fixed(self.head_dim);
         let qkv = || Layout::repeat("kv_groups", Layout::seq([("q", queries()), ("k", head()), ("v", head())]));
         let gate_up = || Layout::seq([("gate", ffn()), ("up", ffn())]);
+        let kv = || Layout::repeat("kv_groups", Layout::seq([("k", head()), ("v", head())]));
 
         // Projections onto the residual stream begin smaller the more of them add up: std / sqrt(2 layers).
         let std = self.config.init_method_std;
@@ -213,7 +216,11 @@ impl DenseGpt {
 
         let layers = (0..num_layers)
             .map(|i| {
-                let block = plan.add_block(Block::new(format!("decoder.layers.{i}"), "decoder").layer(i));
+                let block = Block::new(format!("decoder.layers.{i}"), "decoder").layer(i);
+                // What it needs while it generates text, beside its parameters: keys and values of each token so far,
+                // and hidden channels of the tokens at work.
+                let block = block.keeps(FootprintKind::PerToken, [kv()]).keeps(FootprintKind::Buffer, [gate_up()]);
+                let block = plan.add_block(block);
                 let mut param = |name: &str, hf_name: &str, dims: Vec<Layout>, init| {
                     let param = Param::new(format!("decoder.layers.{i}.{name}"), block, dims, init);
                     plan.add_param(param.hf(format!("model.layers.{i}.{hf_name}")))

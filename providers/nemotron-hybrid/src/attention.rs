@@ -4,7 +4,7 @@ use crate::config::{Config, PositionEmbedding, divides, needed, positive, within
 use crate::declare::{BlockDeclaration, Linear, hidden};
 use crate::pattern::LayerKind;
 use gantry_plugin_api::ops::{self, Role, Rope};
-use gantry_plugin_api::plan::{Axis, Layout};
+use gantry_plugin_api::plan::{Axis, Block, FootprintKind, Layout};
 use gantry_plugin_api::sdk::{Cx, Error, ParamId, Result, Tensor};
 
 /// Channels of a head that the host's attention takes.
@@ -53,6 +53,13 @@ impl Sizes {
             Axis::new("kv_groups", self.groups).tensor_parallel(),
             Axis::new("attention_heads", self.heads).grouped_by("kv_groups").tensor_parallel().elastic_per_layer(),
         ]
+    }
+
+    /// Keys and values of the tokens so far.
+    pub fn block(&self, block: Block) -> Block {
+        let head = || Layout::Fixed(self.head_dim);
+        let kv = Layout::repeat("kv_groups", Layout::seq([("k", head()), ("v", head())]));
+        block.keeps(FootprintKind::PerToken, [kv])
     }
 
     pub fn declare(&self, b: &mut BlockDeclaration<'_>) -> Attention {

@@ -133,11 +133,11 @@ impl NemotronHybrid {
             }
             LayerKind::Attention => {
                 let sizes = self.attention.as_ref().ok_or_else(missing)?;
-                Layer::Attention(sizes.declare(&mut d.block(block, hf_path)))
+                Layer::Attention(sizes.declare(&mut d.block(sizes.block(block), hf_path)))
             }
             LayerKind::Mlp => {
                 let sizes = self.mlp.as_ref().ok_or_else(missing)?;
-                let (norm, mlp) = sizes.declare(&mut d.block(block, hf_path));
+                let (norm, mlp) = sizes.declare(&mut d.block(sizes.block(block), hf_path));
                 Layer::Mlp { norm, mlp }
             }
             LayerKind::Moe => {

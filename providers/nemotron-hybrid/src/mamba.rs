@@ -12,7 +12,7 @@ use crate::config::{Config, at_most, divides, needed, positive, within};
 use crate::declare::{BlockDeclaration, hidden};
 use crate::pattern::LayerKind;
 use gantry_plugin_api::ops::{Act, GatedNorm, Role, SsdScan};
-use gantry_plugin_api::plan::{Axis, Block, Init, Layout};
+use gantry_plugin_api::plan::{Axis, Block, FootprintKind, Init, Layout};
 use gantry_plugin_api::sdk::{Cx, Error, ParamId, Result, Tensor};
 
 /// Taps that the host's convolution takes.
@@ -77,18 +77,28 @@ impl Sizes {
         ]
     }
 
-    /// Of the convolution, and of the scan in its recurrent form: decay, input and output of each state element.
+    /// Arithmetic of the convolution, and of the scan in its recurrent form: decay, input and output of each state
+    /// element. Kept for a sequence: the scan's state and the convolution's last inputs.
     pub fn block(&self, block: Block) -> Block {
         let (inner, bc) = (self.heads * self.head_dim, 2 * self.groups * self.state);
         let conv = 2.0 * self.conv_width as f64 * (inner + bc) as f64;
-        block.extra_flops(conv + 6.0 * inner as f64 * self.state as f64)
+        let channels = Layout::axis("mamba_heads", self.head_dim);
+        block
+            .extra_flops(conv + 6.0 * inner as f64 * self.state as f64)
+            .keeps(FootprintKind::PerSequence, [channels, Layout::Fixed(self.state)])
+            .keeps(FootprintKind::PerSequence, [self.xbc(), Layout::Fixed(self.conv_width - 1)])
+    }
+
+    /// Channels that pass through the convolution.
+    fn xbc(&self) -> Layout {
+        let state = || Layout::axis("mamba_groups", self.state);
+        Layout::seq([("x", Layout::axis("mamba_heads", self.head_dim)), ("B", state()), ("C", state())])
     }
 
     pub fn declare(&self, b: &mut BlockDeclaration<'_>) -> Mamba {
         let channels = || Layout::axis("mamba_heads", self.head_dim);
         let heads = || Layout::axis("mamba_heads", 1);
         let state = || Layout::axis("mamba_groups", self.state);
-        let xbc = || Layout::seq([("x", channels()), ("B", state()), ("C", state())]);
         let zxbcdt =
             Layout::seq([("z", channels()), ("x", channels()), ("B", state()), ("C", state()), ("dt", heads())]);
         let conv_channels = self.heads * self.head_dim + 2 * self.groups * self.state;
@@ -103,11 +113,11 @@ impl Sizes {
             conv_weight: b.param_with(
                 "mixer.conv1d_weight",
                 "mixer.conv1d.weight",
-                [xbc(), Layout::Fixed(width)],
+                [self.xbc(), Layout::Fixed(width)],
                 conv,
                 |p| p.exported_as([conv_channels, 1, width]),
             ),
-            conv_bias: b.param("mixer.conv1d_bias", "mixer.conv1d.bias", [xbc()], conv),
+            conv_bias: b.param("mixer.conv1d_bias", "mixer.conv1d.bias", [self.xbc()], conv),
             dt_bias: b.param_with("mixer.dt_bias", "mixer.dt_bias", [heads()], self.dt, |p| p.in_fp32()),
             a_log: b.param_with(
                 "mixer.A_log",

@@ -4,7 +4,7 @@ use crate::config::{Activation, Config, needed};
 use crate::declare::{BlockDeclaration, Linear, hidden};
 use crate::pattern::LayerKind;
 use gantry_plugin_api::ops::{Act, Role};
-use gantry_plugin_api::plan::{Axis, Layout};
+use gantry_plugin_api::plan::{Axis, Block, FootprintKind, Layout};
 use gantry_plugin_api::sdk::{Cx, ParamId, Result, Tensor};
 
 impl Activation {
@@ -50,6 +50,10 @@ impl Sizes {
 
     pub fn axes(&self) -> [Axis; 1] {
         [Axis::new("ffn", self.ffn).tensor_parallel().elastic_per_layer()]
+    }
+
+    pub fn block(&self, block: Block) -> Block {
+        block.keeps(FootprintKind::Buffer, [self.activation.rows(|| Layout::axis("ffn", 1))])
     }
 
     pub fn declare(&self, b: &mut BlockDeclaration<'_>) -> (ParamId, Mlp) {

@@ -10,7 +10,7 @@ use crate::declare::{BlockDeclaration, hidden};
 use crate::mlp::Mlp;
 use crate::pattern::LayerKind;
 use gantry_plugin_api::ops::{MoeRoute, Role};
-use gantry_plugin_api::plan::{Axis, Block, BufferUpdate, Init, Layout};
+use gantry_plugin_api::plan::{Axis, Block, BufferUpdate, FootprintKind, Init, Layout};
 use gantry_plugin_api::sdk::{BufferId, Cx, Error, ParamId, Result, Tensor};
 
 /// Whether the score of the chosen expert is its weight as it is: normalised, that of a single one would always be 1.
@@ -71,7 +71,7 @@ impl Sizes {
 
     pub fn axes(&self) -> Vec<Axis> {
         let mut axes = vec![
-            Axis::new("experts", self.experts).elastic_per_layer(),
+            Axis::new("experts", self.experts).elastic_per_layer().active(self.route.topk as usize),
             Axis::new("moe_ffn", self.ffn).tensor_parallel().elastic_per_layer(),
         ];
         axes.extend(self.shared_ffn.map(|n| Axis::new("shared_ffn", n).tensor_parallel().elastic_per_layer()));
@@ -82,7 +82,11 @@ impl Sizes {
     pub fn block(&self, block: Block) -> Block {
         let projections = if self.activation == Activation::Swiglu { 3 } else { 2 };
         let idle = self.experts as f64 - self.route.topk as f64;
-        block.extra_flops(-2.0 * idle * (projections * self.ffn * self.hidden) as f64)
+        let channels = |axis| move || Layout::axis(axis, 1);
+        let mut buffers = vec![vec![Layout::axis("experts", 1), self.activation.rows(channels("moe_ffn"))]];
+        buffers.extend(self.shared_ffn.map(|_| vec![self.activation.rows(channels("shared_ffn"))]));
+        let block = block.extra_flops(-2.0 * idle * (projections * self.ffn * self.hidden) as f64);
+        buffers.into_iter().fold(block, |block, dims| block.keeps(FootprintKind::Buffer, dims))
     }
 
     pub fn declare(&self, b: &mut BlockDeclaration<'_>) -> Moe {

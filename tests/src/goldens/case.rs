@@ -95,9 +95,10 @@ impl Case {
         value.as_bool().ok_or_else(|| format!("config.{key} is {value}, neither true nor false"))
     }
 
-    /// (rtol, atol): |value - golden| <= atol + rtol |golden|.
+    /// (rtol, atol): |value - golden| <= atol + rtol |golden|. A case that speaks of no tolerance wants equal numbers,
+    /// up to the last bit that reading a decimal text may miss.
     pub fn tolerance(&self) -> Result<(f64, f64)> {
-        let tolerance = &self.json["tolerance"];
+        let Some(tolerance) = self.json.get("tolerance") else { return Ok((2.0 * f64::EPSILON, 0.0)) };
         let rtol = tolerance["rtol"].as_f64().ok_or("the case states no tolerance.rtol")?;
         Ok((rtol, tolerance["atol"].as_f64().unwrap_or(0.0)))
     }

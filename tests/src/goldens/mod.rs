@@ -8,6 +8,7 @@ pub mod attention;
 pub mod case;
 pub mod compare;
 pub mod data;
+pub mod flextron;
 pub mod graph;
 pub mod hybrid;
 pub mod kernel;
@@ -24,7 +25,18 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
 /// Kinds of cases for parts that are still to come. A star stands for any ending.
-pub const LATER: &[&str] = &["hybrid_tiny_hf", "flextron_*", "radio*", "pixel_shuffle"];
+pub const LATER: &[&str] = &[
+    "hybrid_tiny_hf",
+    "flextron_router",
+    "flextron_mamba",
+    "flextron_attention",
+    "flextron_moe",
+    "flextron_stack",
+    "flextron_hybrid",
+    "flextron_slice_equivalence",
+    "radio*",
+    "pixel_shuffle",
+];
 
 /// The folder of the cases: `GANTRY_GOLDENS`, or this project's own.
 pub fn folder() -> PathBuf {
@@ -79,6 +91,11 @@ fn in_precision<T: Element>(case: &Case, precision: Precision) -> Result<Option<
         _ if is("adam") => optimizer::adam::<T>(&mut check)?,
         _ if is("lr_wd_schedule") => optimizer::schedule(&mut check)?,
         _ if is("hybrid_tiny_megatron") => hybrid::megatron::<T>(&mut check)?,
+        _ if is("flextron_schedules") => flextron::formulas::schedules(&mut check)?,
+        _ if is("flextron_budget_choice") => flextron::formulas::budget_choice(&mut check)?,
+        _ if is("flextron_sizes") => flextron::formulas::formula_sizes(&mut check)?,
+        _ if is("flextron_budget_loss") => flextron::formulas::loss(&mut check)?,
+        _ if is("flextron_loss_assembly") => flextron::formulas::assembly(&mut check)?,
         _ if is("gpt_dataset") => data::gpt_dataset(&mut check)?,
         _ if LATER.iter().any(|kind| later(&kind)) => return Ok(None),
         _ => return Err(format!("no check knows the kind {:?}", case.kind)),

@@ -61,8 +61,15 @@ pub type Results<T> = Vec<(String, Vec<T>)>;
 fn plan(sizes: Sizes) -> ModelPlan {
     let hidden = || Layout::axis("hidden", 1);
     let ffn = || Layout::axis("ffn", 1);
-    let axis =
-        |name: &str, size| Axis { name: name.into(), size, group: None, shard: None, elastic: true, per_layer: false };
+    let axis = |name: &str, size| Axis {
+        name: name.into(),
+        size,
+        group: None,
+        shard: None,
+        elastic: true,
+        per_layer: false,
+        active: None,
+    };
     let param = |name: &str, dims: Vec<Layout>, init| Param {
         name: name.into(),
         block: 0,
@@ -84,6 +91,7 @@ fn plan(sizes: Sizes) -> ModelPlan {
             layer: Some(0),
             starts_stage: false,
             extra_flops_per_token: 0.0,
+            memory: Vec::new(),
         }],
         params: vec![
             param("norm", vec![hidden()], Init::Uniform { low: 0.5, high: 1.5 }),

@@ -41,6 +41,9 @@ pub struct Axis {
     /// Whether its width may differ from layer to layer (the residual stream's may not).
     #[serde(default)]
     pub per_layer: bool,
+    /// How many of its units one token passes through (the experts that a router chooses), if not all.
+    #[serde(default)]
+    pub active: Option<usize>,
 }
 
 /// A mesh dimension that units of an axis are spread over.
@@ -69,6 +72,31 @@ pub struct Block {
     /// (attention scores, scans), to balance stages.
     #[serde(default)]
     pub extra_flops_per_token: f64,
+    /// What the block keeps in memory while it generates text, beside its parameters.
+    #[serde(default)]
+    pub memory: Vec<Footprint>,
+}
+
+/// Memory that a block needs at inference: elements as the product of dimensions.
+///
+/// A leading dimension over an axis with [`Axis::active`] counts those units only.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Footprint {
+    pub kind: FootprintKind,
+    pub dims: Vec<Layout>,
+}
+
+/// For what a [`Footprint`] is there once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum FootprintKind {
+    /// For each token of the context (keys and values).
+    PerToken,
+    /// For each sequence (the state of a scan, the last inputs of a convolution).
+    PerSequence,
+    /// For each token that is computed at once, while the block is at work; blocks share this memory.
+    Buffer,
 }
 
 /// Structure of one dimension, in logical order.

@@ -144,6 +144,7 @@ impl Provider for Misbehave {
             shard: None,
             elastic: false,
             per_layer: false,
+            active: None,
         };
         let [hidden, ffn, vocab] = ["hidden", "ffn", "vocab"].map(|a| Layout::axis(a, 1));
         let init = Init::Normal { std: if self.how == How::NanInit { f64::NAN } else { 0.02 } };
@@ -155,6 +156,7 @@ impl Provider for Misbehave {
             layer,
             starts_stage: false,
             extra_flops_per_token: 0.0,
+            memory: Vec::new(),
         };
         plan.add_block(block("embedding", None));
         plan.add_block(block("layers.0", Some(0)));

@@ -8,12 +8,14 @@
 //! assert!(heads.per_layer && q.decay);
 //! ```
 
-use crate::plan::{Axis, Block, Buffer, BufferUpdate, Direction, Init, Layout, Param, Port, PortKind, Shard};
+use crate::plan::{
+    Axis, Block, Buffer, BufferUpdate, Direction, Footprint, FootprintKind, Init, Layout, Param, Port, PortKind, Shard,
+};
 
 impl Axis {
     /// An axis of fixed width, the same on every rank.
     pub fn new(name: &str, size: usize) -> Axis {
-        Axis { name: name.into(), size, group: None, shard: None, elastic: false, per_layer: false }
+        Axis { name: name.into(), size, group: None, shard: None, elastic: false, per_layer: false, active: None }
     }
 
     /// Its units come in equal groups, one per unit of `axis`.
@@ -39,11 +41,24 @@ impl Axis {
         (self.elastic, self.per_layer) = (true, true);
         self
     }
+
+    /// One token passes through `units` of its units, see [`Axis::active`].
+    pub fn active(mut self, units: usize) -> Axis {
+        self.active = Some(units);
+        self
+    }
 }
 
 impl Block {
     pub fn new(path: impl Into<String>, kind: &str) -> Block {
-        Block { path: path.into(), kind: kind.into(), layer: None, starts_stage: false, extra_flops_per_token: 0.0 }
+        Block {
+            path: path.into(),
+            kind: kind.into(),
+            layer: None,
+            starts_stage: false,
+            extra_flops_per_token: 0.0,
+            memory: Vec::new(),
+        }
     }
 
     /// It is layer `number`, from 0, of the residual stream.
@@ -55,6 +70,12 @@ impl Block {
     /// See [`Block::extra_flops_per_token`].
     pub fn extra_flops(mut self, per_token: f64) -> Block {
         self.extra_flops_per_token = per_token;
+        self
+    }
+
+    /// Memory it needs at inference, see [`Block::memory`].
+    pub fn keeps(mut self, kind: FootprintKind, dims: impl IntoIterator<Item = Layout>) -> Block {
+        self.memory.push(Footprint { kind, dims: dims.into_iter().collect() });
         self
     }
 }

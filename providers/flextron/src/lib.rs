@@ -1,0 +1,24 @@
+//! `flextron`: one parent model, many submodels. A router maps a budget to a width of each elastic axis, and all widths are
+//! trained together (Flextron, ICML 2024; Nemotron Elastic, arXiv 2511.16664; reference: Megatron-LM,
+//! `megatron/elastification`).
+//!
+//! The formulas, which know no host:
+//!
+//! - [`choices`]: the widths an axis may take
+//! - [`budget`]: the list of budgets, what the router sees of one, and which one a group of samples trains
+//! - [`schedule`]: temperature and logit scale over training
+//! - [`sizes`]: parameters and memory as functions of the widths, exactly and as the reference counts them
+//! - [`loss`]: the budget loss and how it joins the model's loss
+//!
+//! beside [`dual`] (numbers that carry their derivatives) and [`random`] (random numbers by position).
+
+pub mod budget;
+pub mod choices;
+pub mod dual;
+pub mod loss;
+pub mod random;
+pub mod schedule;
+pub mod sizes;
+
+/// A sentence that says what is wrong with a value of the config.
+pub type Result<T, E = String> = std::result::Result<T, E>;
