@@ -309,6 +309,9 @@ operators! {
         /// Its attributes as JSON.
         attrs: String = "{}".into(),
     }
+    /// x divided by the standard deviation of each row over the last dimension, sqrt(sum (x - mean)^2 / (n - 1)), without
+    /// centring; a row without deviation stays as it is.
+    StdScale = 34 v 1 "std_scale" {}
 }
 
 /// Meaning of a point in a provider's forward, for elastifiers. Closed within a major version of the API.

@@ -10,7 +10,7 @@ use crate::program::recorder::Recorder;
 use gantry_plugin_api::ops::{
     Act, Activation, Add, Attention, AttrBytes, CausalConv1d, CrossEntropy, Dropout, Embedding, GatedNorm,
     GroupedLinear, LayerNorm, Linear, MoePermute, MoeRoute, MoeUnpermute, Op, RmsNorm, Rope, RowScale, Softmax,
-    SsdScan, SwiGlu,
+    SsdScan, StdScale, SwiGlu,
 };
 use gantry_plugin_api::plan::{Axis, Layout};
 
@@ -195,6 +195,7 @@ pub fn all(tokens: usize, hidden: usize) -> Vec<Case> {
         Case { inputs: vec![(tokens, c()), (tokens, c())], ..plain("add", first(Add {})) },
         Case { inputs: vec![(tokens, c()), (tokens, Layout::Fixed(1))], ..plain("row_scale", first(RowScale {})) },
         plain("softmax", first(Softmax {})),
+        plain("std_scale", first(StdScale {})),
         plain("dropout", first(Dropout { p: 0.1 })),
         Case {
             inputs: vec![(tokens, Layout::Fixed(VOCAB))],

@@ -304,6 +304,11 @@ impl Cx {
         self.one(path, &ops::CosineLoss {}, &[a, b])
     }
 
+    /// x divided by the standard deviation of each row over the last dimension.
+    pub fn std_scale(&self, path: &str, x: Tensor) -> Result<Tensor> {
+        self.one(path, &ops::StdScale {}, &[x])
+    }
+
     /// Each row of x multiplied by weight [tokens].
     pub fn row_scale(&self, path: &str, x: Tensor, weight: Tensor) -> Result<Tensor> {
         self.one(path, &ops::RowScale {}, &[x, weight])

@@ -10,6 +10,8 @@
 //! - [`sizes`]: parameters and memory as functions of the widths, exactly and as the reference counts them
 //! - [`loss`]: the budget loss and how it joins the model's loss
 //!
+//! The router, as a program of the host: [`router`].
+//!
 //! beside [`dual`] (numbers that carry their derivatives) and [`random`] (random numbers by position).
 
 pub mod budget;
@@ -17,6 +19,7 @@ pub mod choices;
 pub mod dual;
 pub mod loss;
 pub mod random;
+pub mod router;
 pub mod schedule;
 pub mod sizes;
 

@@ -14,6 +14,8 @@ pub enum Precision {
 const F64_RTOL: f64 = 1e-6;
 /// Relative to the largest number of the tensor, for what cancels to almost nothing.
 const F64_ATOL: f64 = 1e-8;
+/// For tensors that cancel altogether: what sums of numbers about one leave of zero.
+const F64_FLOOR: f64 = 1e-15;
 
 /// A compared tensor.
 #[derive(Clone, Debug)]
@@ -65,7 +67,7 @@ impl<'a> Check<'a> {
                 let size = scale.max(golden.abs());
                 let allowed = match self.precision {
                     Precision::F32 => atol + rtol * size,
-                    Precision::F64 => (atol + rtol * size).min(F64_ATOL * largest + F64_RTOL * size),
+                    Precision::F64 => (atol + rtol * size).min(F64_ATOL * largest + F64_RTOL * size + F64_FLOOR),
                 };
                 // Equal is fine where nothing is allowed; NaN never is.
                 let of_allowed = match (error == 0.0, error.is_finite()) {

@@ -29,6 +29,7 @@ pub mod rows;
 pub mod shape;
 pub mod softmax;
 pub mod ssd_scan;
+pub mod std_scale;
 pub mod token_losses;
 
 use super::graph::ValueId;
@@ -91,6 +92,7 @@ static OPERATORS: &[&[&dyn HostOp]] = &[
     shape::OPS,
     softmax::OPS,
     ssd_scan::OPS,
+    std_scale::OPS,
     token_losses::OPS,
 ];
 

@@ -1,8 +1,9 @@
 //! Kinds flextron_*: the elastifier `flextron` against the reference's own code.
 //!
-//! [`formulas`] has what needs no host.
+//! [`formulas`] has what needs no host, [`router`] the recorded router.
 
 pub mod formulas;
+pub mod router;
 
 use super::case::{Case, Result};
 use super::compare::Check;
