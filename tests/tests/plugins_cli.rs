@@ -113,10 +113,40 @@ fn hooks_run_beside_the_model_and_resume() {
         assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
         let index = folder.path().join(format!("run/checkpoints/step-0000000{n}/index.json"));
         let index: serde_json::Value = serde_json::from_slice(&std::fs::read(index).unwrap()).unwrap();
-        index["extra"]["hooks"]["watch"]["steps"].as_u64()
+        let watch = &index["extra"]["hooks"]["watch"];
+        let events = watch["events"].as_array().unwrap().iter().map(|event| event.as_str().unwrap().to_string());
+        (watch["steps"].as_u64().unwrap(), events.collect::<Vec<_>>())
     };
-    assert_eq!(steps("2"), Some(2));
-    assert_eq!(steps("5"), Some(5), "the count of the first two steps came back from the checkpoint");
+    let (count, events) = steps("2");
+    assert_eq!((count, events.join(", ").as_str()), (2, "gradients 1, gradients 2"));
+    let (count, events) = steps("5");
+    assert_eq!(
+        (count, events.join(", ").as_str()),
+        (5, "gradients 3, gradients 4, gradients 5"),
+        "the count of the first two steps came back from the checkpoint"
+    );
     let log = std::fs::read_to_string(folder.path().join("run/log.jsonl")).unwrap();
     assert!(log.contains("step 4 seen"), "{log}");
+}
+
+/// Hooks hear of a step that is not applied before the run stops, and of held-out data.
+#[test]
+fn hooks_hear_of_refused_steps_and_of_evaluations() {
+    let folder = tempfile::tempdir().unwrap();
+    recipe(folder.path(), "elastic-test", "tiny", "{layers: 2, vocab: 257}");
+    let path = folder.path().join("r.yaml");
+    let text = std::fs::read_to_string(&path).unwrap();
+    std::fs::write(&path, text.replace("data:", "  watch: {provider: counting, config: {}}\ndata:")).unwrap();
+    let broken = ["--set", "optimizer.lr=1.0e+30", "--steps", "9", "--run-dir", "a"];
+    let output = run(folder.path(), &[&["train", "r.yaml"], &broken[..]].concat());
+    assert_eq!(output.status.code(), Some(5), "{}", String::from_utf8_lossy(&output.stderr));
+    let log = std::fs::read_to_string(folder.path().join("a/log.jsonl")).unwrap();
+    assert!(log.contains("refused, goes on: false"), "{log}");
+
+    let held = ["--set", "data.valid_fraction=0.2", "--set", "train.eval_every=1", "--steps", "1", "--run-dir", "b"];
+    let output = run(folder.path(), &[&["train", "r.yaml"], &held[..]].concat());
+    assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+    let index = folder.path().join("b/checkpoints/step-00000001/index.json");
+    let index: serde_json::Value = serde_json::from_slice(&std::fs::read(index).unwrap()).unwrap();
+    assert_eq!(index["extra"]["hooks"]["watch"]["events"], serde_json::json!(["gradients 1", "evaluation 1"]));
 }

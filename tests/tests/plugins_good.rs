@@ -2,6 +2,7 @@
 
 use gantry::plugin::{PluginFile, PluginSet};
 use gantry_plugin_api::plan::{AxisSetting, AxisState, MicroBatchInfo, Stage};
+use gantry_plugin_api::sdk::HookEvent;
 use gantry_tests::plugins::fixture;
 use gantry_tests::test_host::TestHost;
 use serde_json::json;
@@ -79,13 +80,13 @@ fn hooks_keep_their_state_through_a_checkpoint() {
     let set = set();
     let mut host = TestHost::new(&Default::default());
     let mut hooks = set.hooks("counting", &json!({})).unwrap();
-    hooks.step_end(&mut host, 7, &json!({"lm_loss": 2.5})).unwrap();
+    hooks.report(HookEvent::StepEnd, &mut host, 7, &json!({"lm_loss": 2.5})).unwrap();
     assert_eq!(host.lines, ["log Info counting: step 7 seen"]);
     let state = hooks.save().unwrap();
-    assert_eq!(state, json!({"steps": 1, "last_loss": 2.5}));
+    assert_eq!(state, json!({"steps": 1, "last_loss": 2.5, "events": []}));
     let mut resumed = set.hooks("counting", &serde_json::Value::Null).unwrap();
     resumed.load(&state).unwrap();
-    resumed.step_end(&mut host, 8, &json!({"lm_loss": 2.0})).unwrap();
+    resumed.report(HookEvent::StepEnd, &mut host, 8, &json!({"lm_loss": 2.0})).unwrap();
     assert_eq!(resumed.save().unwrap()["steps"], 2);
     let torn = gantry::failure::Failure::from(resumed.load(&json!({})).unwrap_err());
     assert_eq!((torn.sentence.as_str(), torn.exit_status()), ("counting: no steps in the state", 4));

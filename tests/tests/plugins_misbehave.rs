@@ -3,6 +3,7 @@
 use gantry::failure::{Cause, Failure};
 use gantry::plugin::{ModelStage, PluginError, PluginFile, PluginSet, Search, purity, watch};
 use gantry_plugin_api::plan::{MicroBatchInfo, ModelPlan, Stage};
+use gantry_plugin_api::sdk::HookEvent;
 use gantry_tests::plugins::fixture;
 use gantry_tests::test_host::TestHost;
 use rstest::rstest;
@@ -172,7 +173,7 @@ fn hooks_misbehave_the_same_way(#[case] method: &str) {
     let mut all = || -> Result<(), PluginError> {
         hooks.run_begin(&mut host)?;
         hooks.step_begin(&mut host, 1)?;
-        hooks.step_end(&mut host, 1, &json!({"lm_loss": 1.0}))?;
+        hooks.report(HookEvent::StepEnd, &mut host, 1, &json!({"lm_loss": 1.0}))?;
         let state = hooks.save()?;
         hooks.load(&state)?;
         hooks.run_end(&mut host)

@@ -226,9 +226,15 @@ impl HooksInstance {
         self.event(HookEvent::StepBegin, calls, step, "").map(drop)
     }
 
-    /// With the step's metrics.
-    pub fn step_end(&mut self, calls: &mut dyn HostCalls, step: u64, metrics: &serde_json::Value) -> Result<()> {
-        self.event(HookEvent::StepEnd, calls, step, &metrics.to_string()).map(drop)
+    /// An event with a report: `Gradients`, `StepRefused`, `Evaluation`, or `StepEnd` with the step's metrics.
+    pub fn report(
+        &mut self,
+        event: HookEvent,
+        calls: &mut dyn HostCalls,
+        step: u64,
+        report: &serde_json::Value,
+    ) -> Result<()> {
+        self.event(event, calls, step, &report.to_string()).map(drop)
     }
 
     pub fn run_end(&mut self, calls: &mut dyn HostCalls) -> Result<()> {

@@ -8,6 +8,7 @@ use crate::plugin::outside::OutsideRecording;
 use crate::plugin::{HooksInstance, PluginSet};
 use crate::recipe::Recipe;
 use gantry_plugin_api::plan::ProviderKind;
+use gantry_plugin_api::sdk::HookEvent;
 use serde_json::{Map, Value};
 
 /// The hooks of a run, in the recipe's order of module names.
@@ -51,9 +52,13 @@ impl HookSet {
         self.each(|hooks, host| hooks.step_begin(host, step))
     }
 
-    /// With the step's line of metrics.
-    pub fn step_end(&mut self, step: u64, metrics: &Value) -> Result<()> {
-        self.each(|hooks, host| hooks.step_end(host, step, metrics))
+    /// An event of a step with what there is to say; made only if somebody listens.
+    pub fn report(&mut self, event: HookEvent, step: u64, report: impl FnOnce() -> Value) -> Result<()> {
+        if self.0.is_empty() {
+            return Ok(());
+        }
+        let report = report();
+        self.each(|hooks, host| hooks.report(event, host, step, &report))
     }
 
     pub fn run_end(&mut self) -> Result<()> {

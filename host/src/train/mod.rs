@@ -16,8 +16,11 @@
 //!         no               NaN: the step is computed again to find the operator that made it
 //!           stop           last line of metrics.jsonl, exit 5, nothing saved (`train.on_nonfinite: stop`)
 //!           skip           the update is left out; too many in a row: as stop (`train.max_skipped_steps`)
+//!                                                                                                  hook: step_refused
+//!                                                                                                  hook: gradients
 //!         yes: update      clip -> optimizer -> buffers
 //!     held-out data        every `train.eval_every` steps and after the last one: loss without gradients
+//!                                                                                                  hook: evaluation
 //!     metrics              metrics.jsonl                                                           hook: step_end
 //!     progress
 //!     checkpoint           every `checkpoint.every` steps, after the last one, and on a stop signal    hook: save
@@ -63,6 +66,7 @@ use crate::observe::{Progress, StepMetrics, peak_bytes};
 use crate::optim::schedule::Schedule;
 use crate::program::profile::Profile;
 use crate::recipe::Recipe;
+use gantry_plugin_api::sdk::HookEvent;
 use serde_json::{Map, Value, json};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
@@ -276,15 +280,22 @@ pub fn run(
         let report = engine.gradients(step, &|i| step_batches[i].clone(), hyper)?;
         let left_out = match guard.judge(step, &report, || engine.diagnose(step))? {
             Verdict::Apply => {
+                hooks.report(HookEvent::Gradients, step, || {
+                    let lm_loss = report.loss_sum / report.tokens.max(1) as f64;
+                    let (loss, norm) = (report.objective, report.grad_norm);
+                    json!({"loss": loss, "lm_loss": lm_loss, "grad_norm": norm, "tokens": report.tokens})
+                })?;
                 engine.update(hyper)?;
                 None
             }
             Verdict::Skip(why) => {
                 tracing::warn!("step {step} is left out: {why}");
+                hooks.report(HookEvent::StepRefused, step, || json!({"why": why, "goes_on": true}))?;
                 Some(why)
             }
             Verdict::Stop(why, failure) => {
                 metrics.stopped(step, &why)?;
+                hooks.report(HookEvent::StepRefused, step, || json!({"why": why, "goes_on": false}))?;
                 return Err(failure.detail(format!("learning rate {lr:e}, gradient norm {}", report.grad_norm)));
             }
         };
@@ -308,10 +319,13 @@ pub fn run(
                 metrics.stopped(step, "nan in the held-out loss")?;
                 return Err(Failure::numerical(format!("step {step}: NaN or infinity in the held-out loss")));
             }
-            evaluation.add_to(&mut line.more);
+            let mut told = serde_json::Map::new();
+            evaluation.add_to(&mut told);
+            hooks.report(HookEvent::Evaluation, step, || Value::Object(told.clone()))?;
+            line.more.extend(told);
         }
         metrics.write(&line)?;
-        hooks.step_end(step, &line.json())?;
+        hooks.report(HookEvent::StepEnd, step, || line.json())?;
         let per_step = started.elapsed().as_secs_f64() / (step - begin.step) as f64;
         let logged = step.is_multiple_of(recipe.train.log_every)
             || step == begin.step + 1

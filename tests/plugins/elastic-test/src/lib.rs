@@ -243,13 +243,15 @@ pub struct CountingConfig {}
 pub struct Counting {
     steps: u64,
     last_loss: f64,
+    /// What else this process was told, in order.
+    events: Vec<String>,
 }
 
 impl Configure for Counting {
     type Config = CountingConfig;
     const SUMMARY: &'static str = "counts steps";
     fn new(_: CountingConfig) -> Result<Counting> {
-        Ok(Counting { steps: 0, last_loss: 0.0 })
+        Ok(Counting { steps: 0, last_loss: 0.0, events: Vec::new() })
     }
 }
 
@@ -261,8 +263,25 @@ impl Hooks for Counting {
         Ok(())
     }
 
+    fn gradients(&mut self, _: &Cx, step: u64, report: &Value) -> Result<()> {
+        let finite = ["loss", "lm_loss", "grad_norm", "tokens"].iter().all(|key| report[*key].is_number());
+        self.events.push(format!("gradients {step}{}", if finite { "" } else { " without numbers" }));
+        Ok(())
+    }
+
+    fn step_refused(&mut self, cx: &Cx, step: u64, report: &Value) -> Result<()> {
+        cx.info(format_args!("step {step} refused, goes on: {}", report["goes_on"]));
+        Ok(())
+    }
+
+    fn evaluation(&mut self, _: &Cx, step: u64, report: &Value) -> Result<()> {
+        let loss = report["valid_loss"].as_f64().is_some_and(|loss| loss > 0.0);
+        self.events.push(format!("evaluation {step}{}", if loss { "" } else { " without a loss" }));
+        Ok(())
+    }
+
     fn save(&mut self) -> Result<Value> {
-        Ok(json!({"steps": self.steps, "last_loss": self.last_loss}))
+        Ok(json!({"steps": self.steps, "last_loss": self.last_loss, "events": self.events}))
     }
 
     fn load(&mut self, state: &Value) -> Result<()> {

@@ -313,6 +313,9 @@ extern "C" fn hooks_event(object: Object, event: u32, ctx: Ctx, step: u64, json:
             HookEvent::Save => return json_out(&hooks.save()?),
             HookEvent::Load => hooks.load(&json_in("state", json)?)?,
             HookEvent::RunEnd => hooks.run_end(&cx(ctx)?)?,
+            HookEvent::Gradients => hooks.gradients(&cx(ctx)?, step, &json_in("report", json)?)?,
+            HookEvent::StepRefused => hooks.step_refused(&cx(ctx)?, step, &json_in("report", json)?)?,
+            HookEvent::Evaluation => hooks.evaluation(&cx(ctx)?, step, &json_in("report", json)?)?,
         }
         Ok(RString::new())
     })

@@ -48,6 +48,19 @@ pub trait Hooks: 'static {
     fn step_begin(&mut self, _cx: &Cx, _step: u64) -> Result<()> {
         Ok(())
     }
+    /// Before the optimizer, when the gradients of a step are there and finite: `loss` (what is minimised, per token), `lm_loss`,
+    /// `grad_norm` and `tokens`.
+    fn gradients(&mut self, _cx: &Cx, _step: u64, _report: &serde_json::Value) -> Result<()> {
+        Ok(())
+    }
+    /// Instead of the optimizer, when a step has a NaN, an infinity or a spike: `why`, and whether the run `goes_on`.
+    fn step_refused(&mut self, _cx: &Cx, _step: u64, _report: &serde_json::Value) -> Result<()> {
+        Ok(())
+    }
+    /// After a pass over held-out data: `valid_loss` (nats per token) and what else the step's metrics say of it.
+    fn evaluation(&mut self, _cx: &Cx, _step: u64, _report: &serde_json::Value) -> Result<()> {
+        Ok(())
+    }
     /// After the optimizer, with the step's metrics as JSON.
     fn step_end(&mut self, _cx: &Cx, _step: u64, _metrics: &serde_json::Value) -> Result<()> {
         Ok(())
@@ -75,16 +88,22 @@ pub enum HookEvent {
     Save = 3,
     Load = 4,
     RunEnd = 5,
+    Gradients = 6,
+    StepRefused = 7,
+    Evaluation = 8,
 }
 
 impl HookEvent {
-    const ALL: [HookEvent; 6] = [
+    const ALL: [HookEvent; 9] = [
         HookEvent::RunBegin,
         HookEvent::StepBegin,
         HookEvent::StepEnd,
         HookEvent::Save,
         HookEvent::Load,
         HookEvent::RunEnd,
+        HookEvent::Gradients,
+        HookEvent::StepRefused,
+        HookEvent::Evaluation,
     ];
 
     pub fn from_u32(n: u32) -> Option<HookEvent> {
@@ -100,6 +119,9 @@ impl HookEvent {
             HookEvent::Save => "save",
             HookEvent::Load => "load",
             HookEvent::RunEnd => "run_end",
+            HookEvent::Gradients => "gradients",
+            HookEvent::StepRefused => "step_refused",
+            HookEvent::Evaluation => "evaluation",
         }
     }
 }
