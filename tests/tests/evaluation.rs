@@ -116,3 +116,52 @@ fn numbers_are_those_of_training(#[values("nemotron-hybrid", "dense-gpt")] provi
     let programs = team.all(|rank| Ok(rank.programs())).unwrap()[0];
     assert_eq!(programs, 2 + 4, "contexts of 8, 16, 24 and 32 tokens");
 }
+
+/// Tokens there are, of the 32 rows of a padded vocabulary.
+const REAL: usize = 27;
+
+/// Losses and norms of three steps, an evaluation and next-token logits.
+fn padded(vocab_size: usize, limit: Option<usize>, grid: Grid) -> (Vec<f64>, Vec<f64>) {
+    let config = json_with(dense(), "vocab_size", vocab_size);
+    let team = Team::<f64>::start(&spec("dense-gpt", config, grid)).unwrap_or_else(|e| panic!("{e}"));
+    if let Some(limit) = limit {
+        team.all(move |rank| rank.limit_vocab(limit)).unwrap();
+    }
+    let known = |mut batch: Batch| {
+        let clamp = |ids: &mut Vec<i32>| ids.iter_mut().for_each(|id| *id = (*id).min(REAL as i32 - 1));
+        clamp(&mut batch.tokens);
+        clamp(&mut batch.labels);
+        batch
+    };
+    let mut numbers = Vec::new();
+    for step in 1..=3 {
+        let batches = Arc::new(vec![(0, Arc::new(known(batch(step, 0))))]);
+        let sums = team.all(move |rank| rank.gradients(step, &batches)).unwrap();
+        let hyper = StepHyper { lr: 0.02, weight_decay: 0.1, step };
+        numbers.extend([sums[0].loss, team.all(move |rank| rank.update(&ADAM, hyper)).unwrap()[0]]);
+    }
+    numbers.push(team.evaluate(9, held_out(2).into_iter().map(known).collect()).unwrap().loss_sum);
+    (numbers, team.next_logits(&[1, 2, 3], 8).unwrap())
+}
+
+fn json_with(mut config: serde_json::Value, key: &str, value: usize) -> serde_json::Value {
+    config[key] = value.into();
+    config
+}
+
+#[rstest]
+#[case::one(Grid::SINGLE)]
+#[case::tp2(Grid { tp: 2, ..Grid::SINGLE })]
+#[case::tp2_sequence_parallel(Grid { tp: 2, sequence_parallel: true, ..Grid::SINGLE })]
+#[case::pp2(Grid { pp: 2, ..Grid::SINGLE })]
+fn a_padded_vocabulary_changes_nothing(#[case] grid: Grid) {
+    let (expected, logits) = padded(REAL, None, Grid::SINGLE);
+    let (numbers, padded_logits) = padded(32, Some(REAL), grid);
+    let close = |a: &[f64], b: &[f64]| a.iter().zip(b).all(|(a, b)| (a - b).abs() < 1e-9 * b.abs().max(1.0));
+    assert!(close(&numbers, &expected), "{numbers:?}\n{expected:?}");
+    assert_eq!((logits.len(), padded_logits.len()), (REAL, 32));
+    assert!(close(&padded_logits[..REAL], &logits));
+    assert!(padded_logits[REAL..].iter().all(|&logit| logit == f64::NEG_INFINITY));
+    // The padding would change all of it.
+    assert!(!close(&padded(32, None, grid).0, &expected));
+}

@@ -105,7 +105,8 @@ fn run_ends_with_what_it_is_worth_and_where_to_look() {
     let text = |part: &str| said.find(part).unwrap_or_else(|| panic!("no {part:?} in\n{said}"));
     let places = [
         text("held-out loss "),
-        text(" nats per byte ("),
+        text(" nats per token, "),
+        text(" per byte ("),
         text("; an n-gram model of order 2: "),
         text("30 tokens by the model at temperature 0.5 ("),
         text("tokens/s):\none "),

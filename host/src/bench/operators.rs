@@ -59,6 +59,7 @@ pub fn measure<T: Element>(case: &Case, time: Duration) -> Result<Vec<Measured>>
         max_seqs,
         seed: 1,
         state_grads: false,
+        labels: None,
     });
     let mut inputs = Vec::new();
     for (rows, channels) in &case.inputs {

@@ -171,7 +171,8 @@ pub fn measure(recipe: &Recipe, plugins: PluginSet, ranks: Option<usize>, steps:
         let (lr, weight_decay) = schedule.at_step(step);
         let clock = Instant::now();
         let hyper = Hyper { lr, weight_decay, update: step };
-        let report = engine.gradients(step, &|i| loader.batch(step, i), hyper)?;
+        let batches = (0..loader.micro_batches()).map(|i| loader.batch(step, i)).collect::<Result<Vec<_>>>()?;
+        let report = engine.gradients(step, &|i| batches[i].clone(), hyper)?;
         engine.update(hyper)?;
         let taken = clock.elapsed().as_secs_f64();
         if step > 1 {

@@ -29,6 +29,8 @@ pub(super) enum Command {
     Slice(Slice),
     /// Describes a plugin: providers, configuration, parameters, axes. A crashing plugin is reported.
     Inspect(Inspect),
+    /// Shows which tokens a text becomes.
+    Tokenize(Tokenize),
     /// Prints the JSON schema of recipes, for editors.
     Schema(Schema),
     /// Measures operators, or a recipe's steps, against the machine's fastest matrix product and copy.
@@ -104,6 +106,9 @@ pub(super) struct Generate {
     /// What the text begins with; - reads it from standard input; empty: the beginning of a document.
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     pub prompt: String,
+    /// The prompt is a question in a conversation, for models trained on these.
+    #[arg(long)]
+    pub chat: bool,
     /// Most tokens to write.
     #[arg(long, value_name = "N", default_value_t = 200)]
     pub tokens: usize,
@@ -225,6 +230,20 @@ pub(super) struct Bench {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub ranks: Option<u32>,
     /// Prints JSON.
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(super) struct Tokenize {
+    /// As data.tokenizer takes it: bytes, a tokenizer.json, or a folder with one or with vocab.json and merges.txt.
+    pub tokenizer: String,
+    /// A file of text; - reads it from standard input.
+    pub file: PathBuf,
+    /// Each line of the file is JSON with a `text` of its own.
+    #[arg(long)]
+    pub jsonl: bool,
+    /// Prints JSON, a line for each text: bytes, tokens, ids and pieces.
     #[arg(long)]
     pub json: bool,
 }

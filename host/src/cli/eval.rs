@@ -1,9 +1,9 @@
 //! `gantry eval`: a trained model's loss on held-out data.
 
 use super::{args, model, print};
-use crate::data::{Split, Valid};
+use crate::data::{self, Split, Valid};
 use crate::failure::{Failure, Result};
-use crate::train::{HeldOut, check_vocab};
+use crate::train::{HeldOut, check_tokenizer, check_vocab};
 use serde_json::{Value, json};
 use std::fmt::Write;
 use std::sync::atomic::AtomicBool;
@@ -16,7 +16,10 @@ pub(super) fn run(arguments: args::Eval) -> Result<()> {
         Some(path) => arguments.recipe.and_set(only(path)?),
     };
     let recipe = recipe.load(None)?;
-    let Split { train, valid, .. } = Split::open(&recipe)?;
+    let reader = model::open(&arguments.checkpoint)?;
+    let tokenizer = data::tokenizer(&recipe).map_err(|failure| recipe.locate(failure))?;
+    check_tokenizer(&reader, tokenizer.as_ref())?;
+    let Split { train, valid, .. } = Split::with(&recipe, tokenizer.as_ref())?;
     let corpus = match &arguments.data {
         Some(_) => train,
         None => valid.ok_or_else(|| {
@@ -24,9 +27,10 @@ pub(super) fn run(arguments: args::Eval) -> Result<()> {
                 .remedy("give --data PATH, or set data.valid_fraction or data.valid_paths")
         })?,
     };
-    let mut model = model::load(&recipe, model::open(&arguments.checkpoint)?)?;
-    check_vocab(model.engine.vocab(), &corpus)?;
-    let held_out = HeldOut::new(Valid::new(corpus, &recipe), &recipe);
+    let mut model = model::load(&recipe, reader)?;
+    check_vocab(model.engine.vocab(), corpus.vocab())?;
+    model.engine.limit_vocab(corpus.vocab())?;
+    let held_out = HeldOut::new(Valid::new(corpus, &recipe)?, &recipe);
     let clock = Instant::now();
     let never = AtomicBool::new(false);
     let evaluation = held_out.pass(model.engine.as_mut(), model.step, usize::MAX, &never)?;
@@ -46,6 +50,7 @@ pub(super) fn run(arguments: args::Eval) -> Result<()> {
             "documents": summary.documents,
             "tokens": evaluation.tokens,
             "bytes": evaluation.bytes,
+            "tokenizer": tokenizer.as_ref().map(|tokenizer| tokenizer.name()),
             "data_sha256": summary.sha256,
             "loss": evaluation.loss(),
             "perplexity": evaluation.perplexity(),

@@ -1,10 +1,12 @@
 //! `gantry generate`: text from a trained model, on stdout as it comes; what there is to say about it on stderr.
 
 use super::{args, model, print, say};
-use crate::data::END_OF_DOCUMENT;
+use crate::checkpoint::CheckpointReader;
+use crate::data::Tokenizer;
+use crate::data::chat::Template;
 use crate::failure::{Failure, Result};
 use crate::infer::{self, Ended, Generated, Request, Sampling};
-use crate::recipe::{Recipe, TokenizerSpec};
+use crate::recipe::Recipe;
 use crate::train::Engine;
 use std::io::{ErrorKind, Read, Write};
 
@@ -15,6 +17,23 @@ pub(super) fn run(arguments: args::Generate) -> Result<()> {
     };
     let reader = model::open(&arguments.checkpoint)?;
     let recipe = model::recipe_of(&reader)?;
+    // Before the model is made: nothing that was made up can be written.
+    let tokenizer = tokenizer_of(&reader, &recipe)?;
+    let (mut stop, mut text) = (arguments.stop, String::new());
+    let prompt = match (arguments.chat, std::str::from_utf8(&prompt)) {
+        (true, Ok(question)) => {
+            let template = template_of(&recipe, &tokenizer)?;
+            stop.extend(template.closing(&tokenizer));
+            text = template.ask(question, &tokenizer)?;
+            tokenizer.encode(&text)?
+        }
+        (false, Ok(prompt)) => tokenizer.encode(prompt)?,
+        (false, Err(_)) if tokenizer.is_bytes() => prompt.iter().map(|&byte| u32::from(byte)).collect(),
+        (_, Err(error)) => {
+            return Err(Failure::recipe(format!("the prompt is no UTF-8 at byte {}", error.valid_up_to())));
+        }
+    };
+    tracing::debug!("prompt: {text:?}");
     let request = Request {
         prompt,
         tokens: arguments.tokens,
@@ -24,36 +43,48 @@ pub(super) fn run(arguments: args::Generate) -> Result<()> {
             top_p: arguments.top_p,
             seed: arguments.seed,
         },
-        stop: arguments.stop,
+        stop,
     };
-    // Before the model is made: nothing that was made up can be written.
-    end_of_document(&recipe)?;
     let mut model = model::load(&recipe, reader)?;
-    let generated = write(&recipe, model.engine.as_mut(), &request, stream)?;
+    model.engine.limit_vocab(tokenizer.vocab_size())?;
+    let generated = write(&tokenizer, model.engine.as_mut(), &request, stream)?;
     print("\n")?;
     say(&about(&generated, model.engine.window()));
     Ok(())
 }
 
-/// Writes text with the recipe's model.
+/// Writes text with a model of the tokenizer's tokens.
 pub(super) fn write(
-    recipe: &Recipe,
+    tokenizer: &Tokenizer,
     engine: &mut dyn Engine,
     request: &Request,
     show: impl FnMut(&str) -> Result<bool>,
 ) -> Result<Generated> {
-    let (window, end) = (engine.window(), end_of_document(recipe)?);
+    let (window, end) = (engine.window(), tokenizer.end_of_document()?);
     let mut next_logits = |context: &[i32]| engine.next_logits(context);
-    infer::generate(infer::Model { next_logits: &mut next_logits, window, end }, request, show)
+    let next_logits = &mut next_logits;
+    let (tokens, stream) = (tokenizer.vocab_size(), tokenizer.stream());
+    infer::generate(infer::Model { next_logits, window, end, tokens, stream }, request, show)
 }
 
-fn end_of_document(recipe: &Recipe) -> Result<i32> {
-    if recipe.data.synthetic.is_some() {
-        return Err(Failure::recipe("the model was trained on data.synthetic, whose tokens stand for no text"));
+/// The tokenizer that a checkpoint's model was trained with: the checkpoint's own, else the one that its recipe names.
+fn tokenizer_of(reader: &CheckpointReader, recipe: &Recipe) -> Result<Tokenizer> {
+    let state = &reader.index().extra["tokenizer"];
+    if !state.is_null() {
+        return Tokenizer::restore(state, model::tokenizer_json(reader)?)
+            .map_err(|failure| failure.at(reader.folder().display()));
     }
-    match recipe.data.tokenizer {
-        TokenizerSpec::Bytes => Ok(END_OF_DOCUMENT),
-        _ => Err(Failure::recipe("only data.tokenizer bytes can write yet")),
+    crate::data::tokenizer(recipe)?
+        .ok_or_else(|| Failure::recipe("the model was trained on data.synthetic, whose tokens stand for no text"))
+}
+
+/// The template of conversations: the recipe's, else the tokenizer's.
+fn template_of(recipe: &Recipe, tokenizer: &Tokenizer) -> Result<Template> {
+    match (&recipe.data.chat.template, tokenizer.chat_template()) {
+        (Some(name), _) => Template::open(name),
+        (None, Some(source)) => Template::new(&format!("of tokenizer {}", tokenizer.name()), source),
+        (None, None) => Err(Failure::recipe("--chat needs a template of conversations, and the tokenizer has none")
+            .remedy("train with data.chat.template, or leave --chat out")),
     }
 }
 

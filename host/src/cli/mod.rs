@@ -17,6 +17,7 @@ mod rewrite;
 mod schema;
 mod slice;
 mod summary;
+mod tokenize;
 mod train;
 
 use crate::failure::{Failure, Result};
@@ -57,6 +58,7 @@ fn run(arguments: Arguments) -> Result<()> {
         Command::Rank(arguments) => rank::run(arguments),
         Command::Slice(arguments) => slice::run(arguments),
         Command::Inspect(arguments) => inspect::run(arguments),
+        Command::Tokenize(arguments) => tokenize::run(arguments),
         Command::Schema(arguments) => schema::run(arguments),
         Command::Bench(arguments) => bench::run(arguments),
         Command::Doctor(arguments) => doctor::run(arguments),

@@ -1,9 +1,9 @@
 //! A trained model for commands that do not train.
 
-use crate::checkpoint::{self, CheckpointReader};
+use crate::checkpoint::{self, CheckpointReader, Meta};
 use crate::failure::{Failure, Result};
 use crate::recipe::{Overrides, Recipe};
-use crate::train::{Engine, changes, engine};
+use crate::train::{Engine, TOKENIZER_FILE, changes, engine};
 use gantry_plugin_api::plan::ProviderKind;
 use std::path::{Path, PathBuf};
 
@@ -18,6 +18,23 @@ pub(super) struct Model {
 /// Opens the checkpoint a path stands for: a checkpoint folder, or a run folder's newest.
 pub(super) fn open(path: &Path) -> Result<CheckpointReader> {
     CheckpointReader::open(&checkpoint::locate(path)?)
+}
+
+/// The text of a checkpoint's `tokenizer.json`, if it has one.
+pub(super) fn tokenizer_json(reader: &CheckpointReader) -> Result<Option<String>> {
+    if !reader.index().notes.contains_key(TOKENIZER_FILE) {
+        return Ok(None);
+    }
+    let path = reader.folder().join(TOKENIZER_FILE);
+    let text = std::fs::read_to_string(&path);
+    text.map(Some).map_err(|error| Failure::data(format!("cannot read {}: {error}", path.display())))
+}
+
+/// What a new checkpoint says, with the tokenizer of the one that it is made from.
+pub(super) fn with_tokenizer(reader: &CheckpointReader, mut meta: Meta) -> Result<Meta> {
+    meta.extra["tokenizer"] = reader.index().extra["tokenizer"].clone();
+    meta.notes.extend(tokenizer_json(reader)?.map(|json| (TOKENIZER_FILE.into(), json)));
+    Ok(meta)
 }
 
 /// The recipe a checkpoint was trained by, for one rank of each pipeline stage: layouts differ in speed only. `dp`, `tp`

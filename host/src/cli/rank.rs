@@ -6,14 +6,14 @@
 use super::rewrite::{RECIPE, cut_one, declared, plain_recipe, whole};
 use super::{args, model, print};
 use crate::checkpoint::{CheckpointReader, CheckpointWriter, Meta};
-use crate::data::{Batch, Loader, Position};
+use crate::data::{self, Batch, Loader, Position, Split};
 use crate::failure::{Failure, Result};
 use crate::mesh::Grid;
 use crate::model::submodel::reordered;
 use crate::recipe::{Precision, Recipe};
 use crate::train::importance::{AxisRanking, Importance};
 use crate::train::team::{ElasticSpec, Kind, Team, TeamSpec};
-use crate::train::{changes, check_vocab, engine};
+use crate::train::{changes, check_tokenizer, check_vocab, engine};
 use gantry_kernels::Element;
 use gantry_plugin_api::plan::ModelPlan;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -28,8 +28,10 @@ const AT_ONCE: usize = 8;
 
 pub(super) fn run(arguments: args::Rank) -> Result<()> {
     let recipe = arguments.recipe.load(None)?;
-    let loader = Loader::new(&recipe, Position::default())?;
     let reader = model::open(&arguments.checkpoint)?;
+    let tokenizer = data::tokenizer(&recipe).map_err(|failure| recipe.locate(failure))?;
+    check_tokenizer(&reader, tokenizer.as_ref())?;
+    let loader = Loader::over(Split::with(&recipe, tokenizer.as_ref())?.train, &recipe, Position::default())?;
     let plugins = super::plugins(&recipe)?;
     if let Some(then) = reader.index().extra["recipe"].as_str() {
         changes::compare(then, recipe.resolved_yaml(), &[])
@@ -57,6 +59,7 @@ pub(super) fn run(arguments: args::Rank) -> Result<()> {
         extra: json!({"recipe": text, "ranked_from": report["checkpoint"]}),
         ..Meta::default()
     };
+    let meta = model::with_tokenizer(&reader, meta)?;
     ranking.sort(&mut reader, &mut writer)?;
     reader.finish(|name| name.starts_with("optimizer."))?;
     writer.complete(&arguments.out, meta)?;
@@ -85,13 +88,15 @@ struct Ranking {
 
 fn rank<T: Element>(spec: &TeamSpec, loader: &Loader, mut reader: CheckpointReader, counts: Counts) -> Result<Ranking> {
     let team = Team::<T>::start(spec)?;
-    check_vocab(team.vocab(), loader.corpus())?;
+    let vocab = loader.corpus().vocab();
+    check_vocab(team.vocab(), vocab)?;
+    team.all(move |rank| rank.limit_vocab(vocab))?;
     team.load(&mut reader, &[Kind::Params, Kind::Buffers], None, |name| name.starts_with("optimizer."))?;
     let plan = team.plan.clone();
     let layers: Vec<usize> = plan.blocks.iter().filter_map(|block| block.layer).collect();
 
     let of_step = loader.micro_batches();
-    let first = loader.batch(1, 0);
+    let first = loader.batch(1, 0)?;
     let all = counts.samples.min(loader.samples_per_epoch() as usize).div_ceil(first.samples);
     let some = if counts.of_layers == 0 { 0 } else { counts.of_layers.div_ceil(first.samples).min(all) };
     let batch = |i: usize| loader.batch(1 + (i / of_step) as u64, i % of_step);
@@ -100,13 +105,13 @@ fn rank<T: Element>(spec: &TeamSpec, loader: &Loader, mut reader: CheckpointRead
     let bar = bar((all + some * (layers.len() + 1)) as u64);
     let mut importance = Importance::default();
     for range in chunks(all) {
-        let (batches, so_far): (Vec<Batch>, _) = (range.clone().map(batch).collect(), importance);
+        let (batches, so_far): (Vec<Batch>, _) = (range.clone().map(batch).collect::<Result<_>>()?, importance);
         importance = one(team.all(move |rank| rank.calibrate(&batches, so_far.clone()))?)?;
         bar.inc(range.len() as u64);
     }
     let (mut errors, mut squares) = (vec![0.0; layers.len()], 0.0);
     for range in (0..some).map(|i| i..i + 1) {
-        let (batches, of): (Vec<Batch>, _) = (range.map(batch).collect(), layers.clone());
+        let (batches, of): (Vec<Batch>, _) = (range.map(batch).collect::<Result<_>>()?, layers.clone());
         let (more, square) = one(team.all(move |rank| rank.layer_errors(&batches, &of))?)?;
         errors.iter_mut().zip(more).for_each(|(sum, x)| *sum += x);
         squares += square;

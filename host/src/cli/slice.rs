@@ -42,6 +42,7 @@ pub(super) fn run(arguments: args::Slice) -> Result<()> {
         extra: json!({"recipe": text, "sliced_from": from}),
         ..Meta::default()
     };
+    let meta = model::with_tokenizer(&reader, meta)?;
     let mut writer = CheckpointWriter::alone(&arguments.out)?;
     let kept = cut_all(&mut reader, &mut writer, &plan, &small, &submodel)?;
     let before: usize = whole(&plan)?.params.iter().map(|entry| entry.stored.len).sum();

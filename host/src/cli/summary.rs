@@ -1,6 +1,7 @@
 //! What `gantry train` says when all steps are done: a text by the model, and where to look next.
 
 use super::generate;
+use crate::data::Tokenizer;
 use crate::failure::Result;
 use crate::infer::{Request, Sampling};
 use crate::recipe::Recipe;
@@ -9,17 +10,22 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Has the model write the recipe's `train.sample`, if it asks for one. `stop` ends the text.
-pub(super) fn sample(recipe: &Recipe, engine: &mut dyn Engine, stop: &AtomicBool) -> Result<()> {
-    let Some(sample) = &recipe.train.sample else { return Ok(()) };
+pub(super) fn sample(
+    recipe: &Recipe,
+    tokenizer: Option<&Tokenizer>,
+    engine: &mut dyn Engine,
+    stop: &AtomicBool,
+) -> Result<()> {
+    let (Some(sample), Some(tokenizer)) = (&recipe.train.sample, tokenizer) else { return Ok(()) };
     let (temperature, seed) = (sample.temperature, recipe.train.seed);
     let request = Request {
-        prompt: sample.prompt.as_bytes().to_vec(),
+        prompt: tokenizer.encode(&sample.prompt)?,
         tokens: sample.tokens,
         sampling: Sampling { temperature, top_k: None, top_p: 1.0, seed },
         stop: Vec::new(),
     };
     let mut text = sample.prompt.clone();
-    let generated = generate::write(recipe, engine, &request, |more| {
+    let generated = generate::write(tokenizer, engine, &request, |more| {
         text.push_str(more);
         Ok(!stop.load(Ordering::Relaxed))
     })?;

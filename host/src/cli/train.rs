@@ -1,6 +1,7 @@
 //! `gantry train`.
 
 use super::{args, summary};
+use crate::data;
 use crate::failure::{Failure, Result};
 use crate::observe::{FAILURE_TARGET, Progress, available_bytes, start_logging};
 use crate::train::plan;
@@ -28,11 +29,16 @@ pub(super) fn run(arguments: args::Train) -> Result<()> {
     let plugins = super::plugins(&recipe)?;
     let ranks = arguments.ranks.map(|n| n as usize);
     engine::state_grid(&mut recipe, &plugins, ranks).map_err(|failure| recipe.locate(failure))?;
+    let planned = plan::quick(&recipe, plugins.clone(), ranks).map_err(|failure| recipe.locate(failure))?;
     if let Some(available) = available_bytes() {
-        let planned = plan::quick(&recipe, plugins.clone(), ranks).map_err(|failure| recipe.locate(failure))?;
         room::check(&planned, available)?;
     }
-    let mut start = train::start(&recipe, &folder, &options)?;
+    let tokenizer = data::tokenizer(&recipe).map_err(|failure| recipe.locate(failure))?;
+    // Before the data are read, which may take long.
+    if let Some(tokens) = data::vocab(&recipe, tokenizer.as_ref()) {
+        train::check_vocab(planned.vocabulary, tokens)?;
+    }
+    let mut start = train::start(&recipe, &folder, &options, tokenizer.as_ref())?;
     start.hooks = HookSet::create(&recipe, &plugins).map_err(|failure| recipe.locate(failure))?;
     let mut engine = engine::create(&recipe, plugins, ranks)?;
     signals.loop_begins();
@@ -40,7 +46,7 @@ pub(super) fn run(arguments: args::Train) -> Result<()> {
     progress.end();
     let outcome = outcome.and_then(|outcome| {
         if outcome == Outcome::Finished {
-            summary::sample(&recipe, engine.as_mut(), &signals.stop)?;
+            summary::sample(&recipe, tokenizer.as_ref(), engine.as_mut(), &signals.stop)?;
             summary::next(&recipe);
         }
         Ok(())

@@ -1,9 +1,11 @@
-//! Batches: sample i of an epoch is tokens [i S, i S + S] of the corpus (S inputs, each with its successor as label).
+//! Batches of samples, and which samples a step has.
 
-use super::{Corpus, Permutation, Split};
+use super::packed::Packed;
+use super::samples::{Row, Samples};
+use super::stream::Stream;
+use super::{Corpus, Split};
 use crate::failure::{Failure, Result};
-use crate::recipe::Recipe;
-use gantry_kernels::philox::stream_of;
+use crate::recipe::{Packing, Recipe};
 use std::sync::Arc;
 
 /// One micro-batch; T = samples x seq_length tokens, samples back to back.
@@ -11,7 +13,7 @@ use std::sync::Arc;
 pub struct Batch {
     /// Token ids [T].
     pub tokens: Vec<i32>,
-    /// The token after each of `tokens` [T].
+    /// The token after each of `tokens` in its sequence [T]; of the last one anything, if its weight is 0.
     pub labels: Vec<i32>,
     /// Weight of each position's loss [T].
     pub loss_mask: Vec<f32>,
@@ -36,14 +38,10 @@ pub struct Position {
 #[derive(Clone, Debug)]
 pub struct Loader {
     corpus: Arc<Corpus>,
+    samples: Arc<dyn Samples>,
     seq_length: usize,
     micro_batch_size: usize,
     global_batch_size: usize,
-    reset: bool,
-    seed: u64,
-    samples_per_epoch: u64,
-    /// Most sequences that any sample is cut into.
-    sequences_per_sample: usize,
     begin: Position,
 }
 
@@ -55,34 +53,36 @@ impl Loader {
 
     /// A loader of `corpus` for steps after `begin`.
     pub fn over(corpus: Arc<Corpus>, recipe: &Recipe, begin: Position) -> Result<Loader> {
-        let train = &recipe.train;
-        let seq_length = train.seq_length;
-        let samples_per_epoch = corpus.len().saturating_sub(1) / seq_length;
-        if samples_per_epoch == 0 {
-            let paths: Vec<_> = recipe.data.paths.iter().map(|path| path.display().to_string()).collect();
+        let (train, data) = (&recipe.train, &recipe.data);
+        let samples: Arc<dyn Samples> = match data.packing {
+            Packing::Concat => {
+                let reset = data.reset_at_document_boundaries;
+                Arc::new(Stream::new(Arc::clone(&corpus), train.seq_length, reset, train.seed))
+            }
+            Packing::BestFit => {
+                let packed = Packed::new(Arc::clone(&corpus), train.seq_length, data.too_long, train.seed)?;
+                tracing::info!("{}", packed.summary());
+                Arc::new(packed)
+            }
+        };
+        if samples.per_epoch() == 0 {
+            let paths: Vec<_> = data.paths.iter().map(|path| path.display().to_string()).collect();
             let place =
                 if paths.is_empty() { "data.synthetic".into() } else { format!("data path {}", paths.join(", ")) };
             return Err(Failure::data(format!(
                 "{place} holds {} tokens, fewer than the {} of one sample",
                 corpus.len(),
-                seq_length + 1
+                train.seq_length + 1
             ))
             .remedy("give more text or a shorter train.seq_length"));
         }
-        let reset = recipe.data.reset_at_document_boundaries;
-        let pieces =
-            |sample: usize| 1 + corpus.document_starts(sample * seq_length + 1..(sample + 1) * seq_length).len();
-        let most = (0..samples_per_epoch).map(pieces).max().unwrap_or(1);
         Ok(Loader {
-            seq_length,
+            corpus,
+            samples,
+            seq_length: train.seq_length,
             micro_batch_size: train.micro_batch_size,
             global_batch_size: train.global_batch_size,
-            reset,
-            seed: train.seed,
-            samples_per_epoch: samples_per_epoch as u64,
-            sequences_per_sample: if reset { most } else { 1 },
             begin,
-            corpus,
         })
     }
 
@@ -101,12 +101,12 @@ impl Loader {
     }
 
     pub fn samples_per_epoch(&self) -> u64 {
-        self.samples_per_epoch
+        self.samples.per_epoch()
     }
 
     /// Length of every batch's `cu_seqlens`.
     pub fn cu_seqlens_len(&self) -> usize {
-        self.micro_batch_size * self.sequences_per_sample + 1
+        self.micro_batch_size * self.samples.most_sequences() + 1
     }
 
     /// How far a run is after `step`.
@@ -116,40 +116,51 @@ impl Loader {
     }
 
     /// Micro-batch `micro_batch` (index within the step over all data-parallel ranks) of step `step`, counted from 1.
-    pub fn batch(&self, step: u64, micro_batch: usize) -> Batch {
+    pub fn batch(&self, step: u64, micro_batch: usize) -> Result<Batch> {
         let before = self.position_after(step.saturating_sub(1));
         let first_sample = before.samples + (micro_batch * self.micro_batch_size) as u64;
-        let (length, samples) = (self.seq_length, self.micro_batch_size);
-        let total = samples * length;
-        let mut batch = Batch {
-            tokens: Vec::with_capacity(total),
-            labels: Vec::with_capacity(total),
+        let mut batch = Batch::empty(self.seq_length, self.micro_batch_size, first_sample);
+        for sample in 0..self.micro_batch_size {
+            batch.row(sample, |row| self.samples.fill(first_sample + sample as u64, row))?;
+        }
+        Ok(batch.closed(self.cu_seqlens_len()))
+    }
+}
+
+impl Batch {
+    /// Samples of `length` tokens that are still to be written, with weights 1.
+    pub(super) fn empty(length: usize, samples: usize, first_sample: u64) -> Batch {
+        let total = length * samples;
+        Batch {
+            tokens: vec![0; total],
+            labels: vec![0; total],
             loss_mask: vec![1.0; total],
-            cu_seqlens: Vec::with_capacity(self.cu_seqlens_len()),
+            cu_seqlens: Vec::new(),
             first_sample,
             samples,
-        };
-        let mut row = vec![0; length + 1];
-        for sample in 0..samples {
-            let begin = self.place(first_sample + sample as u64) * length;
-            self.corpus.read(begin, &mut row);
-            batch.tokens.extend_from_slice(&row[..length]);
-            batch.labels.extend_from_slice(&row[1..]);
-            batch.cu_seqlens.push((sample * length) as i32);
-            if self.reset {
-                let starts = self.corpus.document_starts(begin + 1..begin + length);
-                batch.cu_seqlens.extend(starts.iter().map(|start| (sample * length + start - begin) as i32));
-            }
         }
-        batch.cu_seqlens.resize(self.cu_seqlens_len(), total as i32);
-        batch
     }
 
-    /// Which sample of the corpus the global sample index means.
-    fn place(&self, sample: u64) -> usize {
-        let (epoch, index) = (sample / self.samples_per_epoch, sample % self.samples_per_epoch);
-        let order = Permutation::new(self.samples_per_epoch, self.seed, stream_of("data.order"), epoch as u32);
-        order.at(index) as usize
+    /// Has sample `sample` written and adds its sequences.
+    pub(super) fn row(&mut self, sample: usize, write: impl FnOnce(&mut Row<'_>) -> Result<()>) -> Result<()> {
+        let length = self.tokens.len() / self.samples;
+        let (begin, here) = (sample * length, sample * length..(sample + 1) * length);
+        let mut starts = Vec::new();
+        write(&mut Row {
+            tokens: &mut self.tokens[here.clone()],
+            labels: &mut self.labels[here.clone()],
+            weights: &mut self.loss_mask[here],
+            starts: &mut starts,
+        })?;
+        self.cu_seqlens.push(begin as i32);
+        self.cu_seqlens.extend(starts.into_iter().map(|start| (begin + start) as i32));
+        Ok(())
+    }
+
+    /// The batch with `cu_seqlens` ended and filled up to `len` entries.
+    pub(super) fn closed(mut self, len: usize) -> Batch {
+        self.cu_seqlens.resize(len, self.tokens.len() as i32);
+        self
     }
 }
 
@@ -193,7 +204,7 @@ pub(super) mod tests {
         // Sample 2 is "[end] i [end] j [end]..." cut to 4: starts inside make 1 + 2 pieces, two samples and the end.
         assert_eq!(loader.cu_seqlens_len(), 2 * 3 + 1);
         for (step, micro_batch) in [(1, 0), (1, 1), (2, 0), (7, 1)] {
-            let batch = loader.batch(step, micro_batch);
+            let batch = loader.batch(step, micro_batch).unwrap();
             assert_eq!(batch.first_sample, (step - 1) * 4 + micro_batch as u64 * 2);
             assert_eq!((batch.tokens.len(), batch.labels.len(), batch.loss_mask.len()), (8, 8, 8));
             assert_eq!(batch.cu_seqlens.len(), loader.cu_seqlens_len());
@@ -212,7 +223,7 @@ pub(super) mod tests {
     fn without_reset_samples_are_whole() {
         let root = corpus();
         let loader = loader(root.path(), &["data.reset_at_document_boundaries=false"], Position::default()).unwrap();
-        assert_eq!(loader.batch(1, 0).cu_seqlens, [0, 4, 8]);
+        assert_eq!(loader.batch(1, 0).unwrap().cu_seqlens, [0, 4, 8]);
     }
 
     #[test]
@@ -221,7 +232,13 @@ pub(super) mod tests {
         let loader = loader(root.path(), &[], Position::default()).unwrap();
         let samples: Vec<Vec<i32>> = (0..10)
             .flat_map(|i| {
-                loader.batch(1 + i / 2, (i % 2) as usize).tokens.chunks(4).map(<[i32]>::to_vec).collect::<Vec<_>>()
+                loader
+                    .batch(1 + i / 2, (i % 2) as usize)
+                    .unwrap()
+                    .tokens
+                    .chunks(4)
+                    .map(<[i32]>::to_vec)
+                    .collect::<Vec<_>>()
             })
             .collect();
         let (first, second) = samples.split_at(10);
@@ -240,7 +257,7 @@ pub(super) mod tests {
         // With another batch size the samples go on without a gap.
         let wider = loader(root.path(), &["train.global_batch_size=8"], whole.position_after(3)).unwrap();
         assert_eq!(wider.batch(4, 0), whole.batch(4, 0));
-        assert_eq!(wider.batch(5, 0).first_sample, 20);
+        assert_eq!(wider.batch(5, 0).unwrap().first_sample, 20);
     }
 
     #[test]

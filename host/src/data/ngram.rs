@@ -143,16 +143,14 @@ impl Hasher for Mixing {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Tokenizer, corpus::Builder};
+    use super::super::corpus::Builder;
     use super::*;
     use rstest::rstest;
     use std::path::Path;
 
     fn corpus(documents: &[&str]) -> Corpus {
         let mut builder = Builder::bytes();
-        documents
-            .iter()
-            .for_each(|text| builder.add_text(Path::new(""), text.as_bytes(), &Tokenizer::bytes()).unwrap());
+        documents.iter().for_each(|text| builder.add_text(Path::new(""), text.as_bytes()));
         builder.finish()
     }
 

@@ -29,7 +29,7 @@ enum Source {
 impl Prefetch {
     /// Batches of `steps` from `loader`, up to `ahead` steps early; 0: when asked.
     pub fn new(loader: Loader, steps: RangeInclusive<u64>, ahead: usize) -> Result<Prefetch> {
-        let make = move |step| Ok((0..loader.micro_batches()).map(|i| loader.batch(step, i)).collect());
+        let make = move |step| (0..loader.micro_batches()).map(|i| loader.batch(step, i)).collect();
         Prefetch::of(Box::new(make), steps, ahead)
     }
 
@@ -110,7 +110,7 @@ mod tests {
         let whole = loader(root.path(), &[], Position::default()).unwrap();
         let mut prefetch = Prefetch::new(whole.clone(), 4..=9, ahead).unwrap();
         for step in 4..=9 {
-            let expected: Vec<_> = (0..whole.micro_batches()).map(|i| whole.batch(step, i)).collect();
+            let expected: Vec<_> = (0..whole.micro_batches()).map(|i| whole.batch(step, i).unwrap()).collect();
             assert_eq!(prefetch.next_step().unwrap(), expected);
         }
     }

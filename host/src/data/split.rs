@@ -2,10 +2,11 @@
 //!
 //! A document is held out by its name, the path below the folder it was found under (for a made-up corpus: its number):
 //! it is in the valid corpus if the first 53 bits of the name's SHA-256, as a fraction of 2^53, are below
-//! `data.valid_fraction`. So the choice depends on neither seed nor machine, and no other file moves a document.
+//! `data.valid_fraction`. (Of a file of lines each line is a document, whose name is the line itself.) So the choice depends on neither seed nor machine, and no other file moves a document.
 
 use super::corpus::{Builder, Corpus};
 use super::files::{self, Filter, Found};
+use super::read::Reader;
 use super::{Tokenizer, synthetic};
 use crate::failure::{Failure, Result};
 use crate::recipe::{Data, Recipe};
@@ -23,13 +24,33 @@ pub struct Split {
     pub entropy: Option<f64>,
 }
 
+/// The tokenizer of a recipe's text; none where the data are made up.
+pub fn tokenizer(recipe: &Recipe) -> Result<Option<Tokenizer>> {
+    let data = &recipe.data;
+    if data.synthetic.is_some() {
+        return Ok(None);
+    }
+    Tokenizer::open(&data.tokenizer, &data.special_tokens).map(Some)
+}
+
+/// Number of different tokens of a recipe's data.
+pub fn vocab(recipe: &Recipe, tokenizer: Option<&Tokenizer>) -> Option<usize> {
+    let made_up = recipe.data.synthetic.as_ref().map(|about| about.vocab);
+    made_up.or(tokenizer.map(Tokenizer::vocab_size))
+}
+
 impl Split {
     /// Reads the recipe's files, or makes its synthetic corpus.
     pub fn open(recipe: &Recipe) -> Result<Split> {
-        Split::of(&recipe.data, recipe.train.seed)
+        Split::with(recipe, tokenizer(recipe)?.as_ref())
     }
 
-    pub(super) fn of(data: &Data, seed: u64) -> Result<Split> {
+    /// As [`Split::open`], with the recipe's tokenizer.
+    pub fn with(recipe: &Recipe, tokenizer: Option<&Tokenizer>) -> Result<Split> {
+        Split::of(&recipe.data, recipe.train.seed, tokenizer)
+    }
+
+    pub(super) fn of(data: &Data, seed: u64, tokenizer: Option<&Tokenizer>) -> Result<Split> {
         let (train, valid) = match &data.synthetic {
             Some(about) => {
                 let (mut train, mut valid) = (Builder::ids(about.vocab), Builder::ids(about.vocab));
@@ -40,7 +61,10 @@ impl Split {
                 });
                 (train, valid)
             }
-            None => from_files(data)?,
+            None => match tokenizer {
+                Some(tokenizer) => from_files(data, tokenizer)?,
+                None => from_files(data, &Tokenizer::bytes())?,
+            },
         };
         check(data, &train, &valid)?;
         let held = data.valid_fraction > 0.0 || !data.valid_paths.is_empty();
@@ -53,35 +77,29 @@ impl Split {
 }
 
 /// Whether the document of this name is among the held-out share.
-fn held_out(name: &[u8], fraction: f64) -> bool {
+pub(super) fn held_out(name: &[u8], fraction: f64) -> bool {
     let hash = Sha256::digest(name);
     let first = hash.iter().take(8).fold(0u64, |word, &byte| word << 8 | u64::from(byte));
     ((first >> 11) as f64) < fraction * (1u64 << 53) as f64
 }
 
-fn from_files(data: &Data) -> Result<(Builder, Builder)> {
-    let filter =
-        |key| Filter { key, extensions: &data.extensions, exclude: &data.exclude, tracked_only: data.tracked_only };
+fn from_files(data: &Data, tokenizer: &Tokenizer) -> Result<(Builder, Builder)> {
+    let extensions = data.extensions();
+    let filter = |key| Filter { key, extensions: &extensions, exclude: &data.exclude, tracked_only: data.tracked_only };
     let found = files::find(&data.paths, &filter("data.paths"))?;
     let named = files::find(&data.valid_paths, &filter("data.valid_paths"))?;
-    let tokenizer = Tokenizer::open(&data.tokenizer, &data.special_tokens)?;
-    let (mut train, mut valid) = (Builder::text(&tokenizer)?, Builder::text(&tokenizer)?);
     let also_valid: std::collections::HashSet<&Path> = named.iter().map(|file| file.identity.as_path()).collect();
-    for file in found.iter().filter(|file| !also_valid.contains(file.identity.as_path())) {
-        let held = held_out(file.name.as_os_str().as_encoded_bytes(), data.valid_fraction);
-        if held { &mut valid } else { &mut train }.add_text(&file.name, &read(file)?, &tokenizer)?;
+    let kept: Vec<_> = found.iter().filter(|file| !also_valid.contains(file.identity.as_path())).collect();
+    let size = |file: &Found| file.path.metadata().map_or(0, |about| about.len());
+    let all = kept.iter().map(|file| size(file)).chain(named.iter().map(size)).sum();
+    let mut reader = Reader::new(data, tokenizer, all)?;
+    for file in kept {
+        reader.file(file, false)?;
     }
     for file in &named {
-        valid.add_text(&file.name, &read(file)?, &tokenizer)?;
+        reader.file(file, true)?;
     }
-    Ok((train, valid))
-}
-
-fn read(file: &Found) -> Result<Vec<u8>> {
-    std::fs::read(&file.path).map_err(|error| {
-        Failure::data(format!("cannot read data file {}: {error}", file.path.display()))
-            .remedy("make the file readable or add it to data.exclude")
-    })
+    reader.finish()
 }
 
 /// Refuses corpora without text.
@@ -104,7 +122,7 @@ fn check(data: &Data, train: &Builder, valid: &Builder) -> Result<()> {
             .remedy("change data.valid_fraction, give more files, or name the held-out ones in data.valid_paths"));
         }
         (_, false) if held == 0 => (format!("data.valid_paths {}", list(&data.valid_paths)), [valid, valid]),
-        (_, false) if kept == 0 && train.summary.skipped_binary + train.summary.skipped_empty == 0 => {
+        (_, false) if kept == 0 && train.summary.skipped() == 0 => {
             return Err(Failure::data(format!(
                 "data.valid_paths {} leaves no text to train on in {place}",
                 list(&data.valid_paths)
@@ -120,26 +138,33 @@ fn check(data: &Data, train: &Builder, valid: &Builder) -> Result<()> {
     };
     let (none, binary) = (both(|b| b.summary.skipped_empty), both(|b| b.summary.skipped_binary));
     Err(Failure::data(format!("no text in {empty}"))
-        .detail(format!("{} files looked at: {none} empty, {binary} binary or not UTF-8", none + binary))
+        .detail(looked_at(none, binary, both(|b| b.summary.skipped_unlearned)))
         .detail(format!(
             "extensions: {:?}; exclude: {:?}{}",
-            data.extensions,
+            data.extensions(),
             data.exclude,
             if data.tracked_only { "; only files that git tracks" } else { "" }
         ))
         .remedy("correct data.paths, data.extensions or data.exclude"))
 }
 
+fn looked_at(empty: usize, binary: usize, unlearned: usize) -> String {
+    match unlearned {
+        0 => format!("{} files looked at: {empty} empty, {binary} binary or not UTF-8", empty + binary),
+        _ => format!("{unlearned} conversations of which nothing is learned (data.chat.train_on), {empty} empty"),
+    }
+}
+
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
-    use crate::recipe::{Synthetic, Task, TokenizerSpec};
+    use crate::recipe::{Chat, Format, Packing, Synthetic, Task, TokenizerSpec, TooLong, TrainOn};
     use rstest::rstest;
 
     pub fn data(paths: &[&Path]) -> Data {
         Data {
             paths: paths.iter().map(|path| path.to_path_buf()).collect(),
-            extensions: vec!["txt".into()],
+            extensions: Some(vec!["txt".into()]),
             exclude: Vec::new(),
             tracked_only: false,
             valid_fraction: 0.0,
@@ -148,6 +173,11 @@ pub(super) mod tests {
             prefetch: 0,
             tokenizer: TokenizerSpec::Bytes,
             special_tokens: Default::default(),
+            format: Format::Text,
+            text_key: "text".into(),
+            chat: Chat { template: None, train_on: TrainOn::Assistant },
+            packing: Packing::Concat,
+            too_long: TooLong::Split,
             reset_at_document_boundaries: true,
             synthetic: None,
         }
@@ -182,7 +212,7 @@ pub(super) mod tests {
         let mut data = data(&[root.path()]);
         data.valid_fraction = 0.25;
         let split = |data: &Data, seed| {
-            let split = Split::of(data, seed).unwrap();
+            let split = Split::of(data, seed, None).unwrap();
             (documents(&split.train), documents(split.valid.as_ref().unwrap()))
         };
         let (train, valid) = split(&data, 1);
@@ -210,12 +240,12 @@ pub(super) mod tests {
         let outside = folder(&[("d.txt", b"d")]);
         let mut data = data(&[root.path()]);
         data.valid_paths = vec![outside.path().join("d.txt"), root.path().join("in")];
-        let split = Split::of(&data, 0).unwrap();
+        let split = Split::of(&data, 0, None).unwrap();
         assert_eq!(documents(&split.train), ["a"]);
         assert_eq!(documents(&split.valid.unwrap()), ["d", "b", "c"]);
         // Without held-out files there is no valid corpus.
         data.valid_paths.clear();
-        let split = Split::of(&data, 0).unwrap();
+        let split = Split::of(&data, 0, None).unwrap();
         assert_eq!(documents(&split.train), ["a", "b", "c"]);
         assert!(split.valid.is_none());
     }
@@ -224,9 +254,9 @@ pub(super) mod tests {
     fn made_up_documents_are_held_out_by_number() {
         let synthetic = Synthetic { task: Task::Copy, vocab: 33, document_length: 20, tokens: 20_000 };
         let mut data = Data { synthetic: Some(synthetic), ..data(&[]) };
-        let whole = Split::of(&data, 3).unwrap().train;
+        let whole = Split::of(&data, 3, None).unwrap().train;
         data.valid_fraction = 0.1;
-        let split = Split::of(&data, 3).unwrap();
+        let split = Split::of(&data, 3, None).unwrap();
         let valid = split.valid.unwrap();
         assert_eq!(split.train.len() + valid.len(), whole.len());
         assert!((1_000..3_000).contains(&valid.len()), "{}", valid.len());
@@ -240,7 +270,7 @@ pub(super) mod tests {
     fn corpus_without_text_is_refused(#[case] files: &[(&str, &[u8])], #[case] fraction: f64) {
         let root = folder(files);
         let data = Data { valid_fraction: fraction, ..data(&[root.path()]) };
-        let failure = Split::of(&data, 0).unwrap_err();
+        let failure = Split::of(&data, 0, None).unwrap_err();
         assert_eq!(failure.sentence, format!("no text in data path {}", root.path().display()));
         assert_eq!(failure.exit_status(), 4);
         assert!(failure.remedy.is_some());
@@ -259,7 +289,7 @@ pub(super) mod tests {
         let root = folder(&[("a.txt", b"a"), ("b.txt", b"b"), ("empty.txt", b"")]);
         let mut data = Data { valid_fraction: fraction, ..data(&[root.path()]) };
         data.valid_paths = valid.iter().map(|name| root.path().join(name)).collect();
-        let failure = Split::of(&data, 0).unwrap_err();
+        let failure = Split::of(&data, 0, None).unwrap_err();
         let shown = failure.sentence.replace(&root.path().display().to_string(), "ROOT");
         assert_eq!((shown.as_str(), failure.exit_status()), (sentence, 4));
         assert!(failure.remedy.is_some());

@@ -1,15 +1,16 @@
 //! Text from a prompt, one token after another.
 
 use super::Sampling;
-use super::text::{Characters, Stops};
+use super::text::Stops;
+use crate::data::tokenizer::Stream;
 use crate::error::{Error, Result};
 use std::time::Instant;
 
 /// What to write.
 #[derive(Clone, Debug)]
 pub struct Request {
-    /// Bytes the text begins with; they are not repeated.
-    pub prompt: Vec<u8>,
+    /// Tokens the text begins with; they are not repeated.
+    pub prompt: Vec<u32>,
     /// Most tokens to write.
     pub tokens: usize,
     pub sampling: Sampling,
@@ -23,9 +24,12 @@ pub struct Model<'a> {
     pub next_logits: &'a mut dyn FnMut(&[i32]) -> Result<Vec<f64>>,
     /// The longest context, in tokens: that of training.
     pub window: usize,
-    /// The token that ends a document and stands before a text without a prompt. Those below are bytes; those above mean
-    /// nothing and are never chosen.
-    pub end: i32,
+    /// The token that ends a document and stands before a text without a prompt.
+    pub end: u32,
+    /// Tokens there are; ids from this one on mean nothing and are never chosen.
+    pub tokens: usize,
+    /// Decodes what is chosen.
+    pub stream: Stream,
 }
 
 /// Why a text ended.
@@ -52,32 +56,34 @@ pub struct Generated {
     pub slid: bool,
 }
 
-/// Writes a text with a byte tokenizer. Gives it to `show` as it comes, which says whether to go on.
-pub fn generate(model: Model<'_>, request: &Request, mut show: impl FnMut(&str) -> Result<bool>) -> Result<Generated> {
+/// Writes a text. Gives it to `show` as it comes, which says whether to go on.
+pub fn generate(
+    mut model: Model<'_>,
+    request: &Request,
+    mut show: impl FnMut(&str) -> Result<bool>,
+) -> Result<Generated> {
     let clock = Instant::now();
-    let mut text: Vec<i32> = request.prompt.iter().map(|&byte| i32::from(byte)).collect();
+    let mut text: Vec<i32> = request.prompt.iter().map(|&id| id as i32).collect();
     if text.is_empty() {
-        text.push(model.end);
+        text.push(model.end as i32);
     }
     let window = model.window.max(1);
-    let (mut characters, mut stops) = (Characters::default(), Stops::new(&request.stop));
+    let mut stops = Stops::new(&request.stop);
     let (mut ended, mut tokens, mut slid) = (Ended::Length, 0, false);
     while tokens < request.tokens && ended == Ended::Length {
         slid |= text.len() > window;
         let mut logits = (model.next_logits)(&text[text.len().saturating_sub(window)..])?;
-        logits.truncate(model.end as usize + 1);
+        logits.truncate(model.tokens);
         // The position in the text, so that a text goes on alike from a longer prompt.
         let token = request.sampling.choose(&logits, text.len() as u64);
-        let token = token.ok_or_else(|| Error::numerical("the model's logits are NaN or infinite".to_string()))? as i32;
+        let token = token.ok_or_else(|| Error::numerical("the model's logits are NaN or infinite".to_string()))? as u32;
         tokens += 1;
-        text.push(token);
-        let (shown, stopped) = match u8::try_from(token) {
-            Ok(byte) => stops.push(&characters.push(byte)),
-            Err(_) => {
-                ended = Ended::Document;
-                continue;
-            }
-        };
+        text.push(token as i32);
+        if token == model.end {
+            ended = Ended::Document;
+            continue;
+        }
+        let (shown, stopped) = stops.push(&model.stream.push(token));
         if !shown.is_empty() && !show(&shown)? {
             ended = Ended::Reader;
         } else if stopped {
@@ -85,7 +91,7 @@ pub fn generate(model: Model<'_>, request: &Request, mut show: impl FnMut(&str) 
         }
     }
     if matches!(ended, Ended::Length | Ended::Document) {
-        let (mut rest, stopped) = stops.push(&characters.end());
+        let (mut rest, stopped) = stops.push(&model.stream.end());
         if !stopped {
             rest.push_str(&stops.end());
         }
@@ -100,18 +106,27 @@ pub fn generate(model: Model<'_>, request: &Request, mut show: impl FnMut(&str) 
 mod tests {
     use super::*;
 
-    const END: i32 = 256;
+    const END: u32 = 256;
+
+    fn bytes(next_logits: &mut dyn FnMut(&[i32]) -> Result<Vec<f64>>, window: usize) -> Model<'_> {
+        Model { next_logits, window, end: END, tokens: 257, stream: crate::data::Tokenizer::bytes().stream() }
+    }
 
     fn request(prompt: &str, tokens: usize, stop: &[&str]) -> Request {
         let sampling = Sampling { temperature: 0.0, top_k: None, top_p: 1.0, seed: 1 };
-        Request { prompt: prompt.into(), tokens, sampling, stop: stop.iter().map(|s| s.to_string()).collect() }
+        Request {
+            prompt: prompt.bytes().map(u32::from).collect(),
+            tokens,
+            sampling,
+            stop: stop.iter().map(|s| s.to_string()).collect(),
+        }
     }
 
     /// Writes with a model that recites `text` and then ends the document; what was shown, and the contexts it saw.
     fn write(text: &str, request: &Request) -> (String, Generated, Vec<Vec<i32>>) {
         let (mut shown, mut seen) = (String::new(), Vec::new());
         let mut next_logits = |context: &[i32]| {
-            let next = text.as_bytes().get(seen.len()).map_or(END, |&byte| i32::from(byte));
+            let next = text.as_bytes().get(seen.len()).map_or(END, |&byte| u32::from(byte));
             seen.push(context.to_vec());
             let mut logits = vec![0.0; 300];
             logits[next as usize] = 50.0;
@@ -119,7 +134,7 @@ mod tests {
             logits[270] = 100.0;
             Ok(logits)
         };
-        let generated = generate(Model { next_logits: &mut next_logits, window: 6, end: END }, request, |more| {
+        let generated = generate(bytes(&mut next_logits, 6), request, |more| {
             shown.push_str(more);
             Ok(true)
         });
@@ -137,7 +152,7 @@ mod tests {
 
     #[test]
     fn text_without_a_prompt_begins_a_document() {
-        assert_eq!(write("x", &request("", 3, &[])).2[0], [END]);
+        assert_eq!(write("x", &request("", 3, &[])).2[0], [END as i32]);
     }
 
     #[test]
@@ -166,16 +181,14 @@ mod tests {
     #[test]
     fn reader_that_left_ends_it() {
         let mut next_logits = |_: &[i32]| Ok(vec![1.0; 100]);
-        let model = Model { next_logits: &mut next_logits, window: 9, end: END };
-        let generated = generate(model, &request("a", 50, &[]), |_| Ok(false)).unwrap();
+        let generated = generate(bytes(&mut next_logits, 9), &request("a", 50, &[]), |_| Ok(false)).unwrap();
         assert_eq!((generated.tokens, generated.ended), (1, Ended::Reader));
     }
 
     #[test]
     fn broken_model_is_a_numerical_failure() {
         let mut next_logits = |_: &[i32]| Ok(vec![f64::NAN; 300]);
-        let model = Model { next_logits: &mut next_logits, window: 9, end: END };
-        let failure = generate(model, &request("a", 5, &[]), |_| Ok(true)).unwrap_err();
+        let failure = generate(bytes(&mut next_logits, 9), &request("a", 5, &[]), |_| Ok(true)).unwrap_err();
         assert_eq!(failure.exit_status(), 5);
     }
 }

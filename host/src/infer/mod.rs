@@ -1,7 +1,7 @@
 //! Text from a model: next-token logits in, text out.
 //!
-//! `sampling.rs` chooses a token from logits, `text.rs` turns the byte tokenizer's tokens into whole characters,
-//! `generate.rs` is the loop between them. Knows logits and tokens; no recipe, rank, file or program.
+//! `sampling.rs` chooses a token from logits, `text.rs` ends a text before a stop, `generate.rs` is the loop between them.
+//! Knows logits, tokens and how a tokenizer decodes them one by one; no recipe, rank, file or program.
 
 mod generate;
 mod sampling;

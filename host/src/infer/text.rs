@@ -1,40 +1,4 @@
-//! Bytes that come one at a time, as whole characters; and text that is held back until it cannot be a stop any more.
-
-/// Collects bytes until they make characters. What is no UTF-8 becomes U+FFFD, as `String::from_utf8_lossy` has it.
-#[derive(Debug, Default)]
-pub(super) struct Characters {
-    /// The beginning of a character.
-    begun: Vec<u8>,
-}
-
-impl Characters {
-    /// Adds a byte; gives the characters it completes.
-    pub fn push(&mut self, byte: u8) -> String {
-        self.begun.push(byte);
-        let mut text = String::new();
-        loop {
-            match std::str::from_utf8(&self.begun) {
-                Ok(whole) => {
-                    text.push_str(whole);
-                    self.begun.clear();
-                    return text;
-                }
-                Err(error) => {
-                    let Some(wrong) = error.error_len() else { return text };
-                    text.push(char::REPLACEMENT_CHARACTER);
-                    self.begun.drain(..error.valid_up_to() + wrong);
-                }
-            }
-        }
-    }
-
-    /// The end: a character that was only begun.
-    pub fn end(&mut self) -> String {
-        let text = String::from_utf8_lossy(&self.begun).into_owned();
-        self.begun.clear();
-        text
-    }
-}
+//! Text that is held back until it cannot be a stop any more.
 
 /// Lets text through up to the first of some strings.
 #[derive(Debug)]
@@ -72,33 +36,7 @@ impl Stops {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use gantry_kernels::philox::Stream;
     use rstest::rstest;
-
-    fn lossy(bytes: &[u8]) -> String {
-        let mut characters = Characters::default();
-        let mut text: String = bytes.iter().map(|&byte| characters.push(byte)).collect();
-        text.push_str(&characters.end());
-        text
-    }
-
-    #[test]
-    fn characters_are_those_of_the_whole() {
-        // Bytes that begin, continue and break characters, in random order.
-        const BYTES: [u8; 12] = [b'a', 0x80, 0xbf, 0xc3, 0xe2, 0x82, 0xac, 0xf0, 0x9f, 0xa6, 0xff, 0xed];
-        let random = Stream::new(3, 0, 0);
-        for round in 0..500 {
-            let bytes: Vec<u8> = (0..12).map(|i| BYTES[random.words(round * 12 + i)[0] as usize % 12]).collect();
-            assert_eq!(lossy(&bytes), String::from_utf8_lossy(&bytes), "{bytes:x?}");
-        }
-    }
-
-    #[test]
-    fn only_whole_characters_are_shown() {
-        let mut characters = Characters::default();
-        let shown: Vec<String> = "a\u{e9}\u{1f980}".bytes().map(|byte| characters.push(byte)).collect();
-        assert_eq!(shown, ["a", "", "\u{e9}", "", "", "", "\u{1f980}"]);
-    }
 
     #[rstest]
     #[case(&["end"], "the en", "the en", false)]

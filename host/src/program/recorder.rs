@@ -45,6 +45,8 @@ pub struct Context<'m> {
     pub seed: u64,
     /// Ask for gradients of the numbers in axis states (mixture weights and gains).
     pub state_grads: bool,
+    /// Token ids from this one on are padding of the vocabulary and have no probability; none: all are tokens.
+    pub labels: Option<usize>,
 }
 
 /// More recorded values than any model needs: a provider that never stops.

@@ -43,6 +43,8 @@ pub struct OpTest {
     pub settings: Vec<AxisSetting>,
     /// Whether gradients of state numbers are checked too.
     pub state_grads: bool,
+    /// See [`Context::labels`].
+    pub labels: Option<usize>,
     /// Records the operators on the inputs' values and returns the outputs; the loss is sum(output * random).
     pub forward: Forward,
 }
@@ -211,6 +213,7 @@ impl OpTest {
             max_seqs,
             seed: 1,
             state_grads: self.state_grads,
+            labels: self.labels,
         });
         let mut inputs = Vec::new();
         for input in &self.inputs {
@@ -400,6 +403,7 @@ mod tests {
             tokens: 4,
             settings: vec![],
             state_grads: false,
+            labels: None,
             forward: Box::new(|cx, inputs| {
                 let p = (0..5).map(|i| cx.param_value(i)).collect::<Result<Vec<_>>>()?;
                 let h = rms_norm::record(cx, Default::default(), &[inputs[0], p[0]])?[0];
@@ -428,6 +432,7 @@ mod tests {
             tokens: 2,
             settings: vec![],
             state_grads: false,
+            labels: None,
             forward: Box::new(move |cx, inputs| {
                 let w = cx.param_value(0)?;
                 let open = cx.region_begin("inner", kind, None);

@@ -102,6 +102,11 @@ impl Recipe {
         for path in &mut self.data.valid_paths {
             absolute("data.valid_paths", path)?;
         }
+        if let Some(name) = self.data.chat.template.as_mut().filter(|name| *name != "chatml") {
+            let mut path = PathBuf::from(&*name);
+            absolute("data.chat.template", &mut path)?;
+            *name = path.display().to_string();
+        }
         for path in self.data.tokenizer.paths() {
             absolute("data.tokenizer", path)?;
         }

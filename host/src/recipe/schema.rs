@@ -138,7 +138,8 @@ pub(crate) struct Elastify {
 #[serde(deny_unknown_fields)]
 pub(crate) struct Data {
     pub(crate) paths: Vec<PathBuf>,
-    pub(crate) extensions: Vec<String>,
+    /// `None`: those of the format.
+    pub(crate) extensions: Option<Vec<String>>,
     pub(crate) exclude: Vec<String>,
     pub(crate) tracked_only: bool,
     pub(crate) valid_fraction: f64,
@@ -147,9 +148,75 @@ pub(crate) struct Data {
     pub(crate) tokenizer: TokenizerSpec,
     /// Special tokens by name: their contents.
     pub(crate) special_tokens: BTreeMap<String, String>,
+    pub(crate) format: Format,
+    pub(crate) text_key: String,
+    pub(crate) chat: Chat,
+    pub(crate) packing: Packing,
+    pub(crate) too_long: TooLong,
     pub(crate) reset_at_document_boundaries: bool,
     pub(crate) prefetch: usize,
     pub(crate) synthetic: Option<Synthetic>,
+}
+
+/// What the files of `data.paths` hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize, schemars::JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Format {
+    /// A file is a document.
+    Text,
+    /// A line is a JSON object with a document's text.
+    Jsonl,
+    /// A line is a JSON object with a conversation.
+    Chat,
+}
+
+/// How conversations become tokens.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Deserialize, schemars::JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Chat {
+    /// `None`: the tokenizer's; else a file, or `chatml`.
+    pub(crate) template: Option<String>,
+    pub(crate) train_on: TrainOn,
+}
+
+/// Which tokens of a conversation are learned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize, schemars::JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum TrainOn {
+    /// All turns of the assistant.
+    Assistant,
+    /// The last turn of the assistant.
+    Completion,
+    All,
+}
+
+/// How documents become samples.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize, schemars::JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Packing {
+    /// Laid end to end and cut.
+    Concat,
+    /// Whole, each a sequence of its own.
+    BestFit,
+}
+
+/// What becomes of a document that is longer than a sample.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize, schemars::JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum TooLong {
+    Split,
+    Drop,
+}
+
+impl Data {
+    /// Extensions of files that are taken from folders and globs.
+    pub(crate) fn extensions(&self) -> Vec<String> {
+        let of_format: &[&str] = match self.format {
+            Format::Text => &["txt", "md"],
+            Format::Jsonl | Format::Chat => &["jsonl"],
+        };
+        self.extensions.clone().unwrap_or_else(|| of_format.iter().map(|name| name.to_string()).collect())
+    }
 }
 
 /// What turns text into tokens: `bytes`, a path, or `{vocab, merges}`.

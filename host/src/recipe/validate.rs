@@ -3,7 +3,7 @@
 //! Sizes that only the plan or the mesh knows (heads by tp, samples by dp) are checked where they are known.
 
 use super::layers::Layers;
-use super::{Device, Precision, Recipe, ScheduleKind, Task, WeightDecayKind};
+use super::{Device, Format, Packing, Precision, Recipe, ScheduleKind, Task, TokenizerSpec, WeightDecayKind};
 use crate::failure::{Failure, Result};
 
 pub(super) fn check(recipe: &Recipe, layers: &Layers) -> Result<()> {
@@ -131,7 +131,7 @@ impl Check<'_> {
                 format!("`data.exclude` has `{glob}`, which is no glob")
             })?;
         }
-        for extension in &recipe.data.extensions {
+        for extension in recipe.data.extensions.iter().flatten() {
             self.ensure(!extension.starts_with('.'), "data.extensions", || {
                 let plain = extension.trim_start_matches('.');
                 format!("`data.extensions` has `{extension}`; extensions are written without the dot: `{plain}`")
@@ -150,8 +150,28 @@ impl Check<'_> {
         self.ensure(order == 0 || named || held > 0.0, "data.ngram_order", || {
             "`data.ngram_order` has no effect without `data.valid_fraction` or `data.valid_paths`".into()
         })?;
-        self.at_most("data.prefetch", recipe.data.prefetch, MAX_PREFETCH)?;
+        self.ensure(order == 0 || recipe.data.format != Format::Chat, "data.ngram_order", || {
+            "`data.ngram_order` has no effect with `data.format: chat`, where an n-gram model would be asked for other tokens"
+                .into()
+        })?;
+        self.ensure(order == 0 || recipe.data.packing == Packing::Concat, "data.ngram_order", || {
+            "`data.ngram_order` has no effect with `data.packing: best_fit`, where an n-gram model would be asked for other tokens"
+                .into()
+        })?;
+        for name in recipe.data.special_tokens.keys() {
+            let plain = !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || "_-".contains(c));
+            self.ensure(plain, "data.special_tokens", || {
+                format!("`data.special_tokens` has the name `{name}`, expected letters, digits, `_` and `-` only")
+            })?;
+        }
         let made_up = recipe.data.synthetic.is_some();
+        self.ensure(!made_up || recipe.data.format == Format::Text, "data.format", || {
+            "`data.format` has no effect with `data.synthetic`".into()
+        })?;
+        self.ensure(!made_up || recipe.data.tokenizer == TokenizerSpec::Bytes, "data.tokenizer", || {
+            "`data.tokenizer` has no effect with `data.synthetic`".into()
+        })?;
+        self.at_most("data.prefetch", recipe.data.prefetch, MAX_PREFETCH)?;
         self.ensure(!(made_up && named), "data.valid_paths", || {
             "`data.synthetic` and `data.valid_paths` exclude each other; leave one of them out".into()
         })?;

@@ -8,9 +8,11 @@ use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Keys, or the first part of keys, that say how long a run lasts, where it is and what it tells.
-const SILENT: [&str; 11] = [
+const SILENT: [&str; 12] = [
     "name",
     "run",
+    // Its hash is compared.
+    "data.tokenizer",
     "data.prefetch",
     "data.ngram_order",
     "train.steps",

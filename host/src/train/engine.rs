@@ -346,6 +346,10 @@ impl<T: Element> Engine for TeamEngine<T> {
         self.seq_length
     }
 
+    fn limit_vocab(&mut self, labels: usize) -> Result<()> {
+        self.team.all(move |rank| rank.limit_vocab(labels)).map(drop)
+    }
+
     fn vocab(&self) -> Option<usize> {
         self.team.vocab()
     }

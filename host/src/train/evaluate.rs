@@ -54,6 +54,19 @@ impl<T: Element> Rank<T> {
         Ok(LossSums { loss_sum: numbers[0], tokens: numbers[1] })
     }
 
+    /// Token ids from `labels` on are padding of the vocabulary: from now on they have no probability. Before the first
+    /// program is recorded.
+    pub fn limit_vocab(&mut self, labels: usize) -> Result<()> {
+        if !self.programs.is_empty() {
+            return Err(Error::recipe("the vocabulary is stated before the first step".to_string()));
+        }
+        self.model.labels = Some(labels);
+        match &mut self.teacher {
+            Some(teacher) => teacher.rank.limit_vocab(labels),
+            None => Ok(()),
+        }
+    }
+
     /// Logits [tokens, vocab] of this rank's share of the vocabulary; nothing on other stages than the last.
     pub fn logits(&mut self, batch: &Batch) -> Result<Option<Vec<f64>>> {
         Ok(self.logits_of(Mode::Logits, batch)?.map(|(_, logits)| logits))
@@ -75,8 +88,14 @@ impl<T: Element> Rank<T> {
         let live = self.forward(mode, batch, &info(0, 0, batch, false), 1.0)?;
         let share = self.programs.get(&live.signature).and_then(|compiled| {
             let ids = self.model.table.params[compiled.head?].stored.logical_positions(0);
-            let logits = compiled.program.get(&live.arena, compiled.logits?);
-            Some((ids, logits.iter().map(|x| x.to_f64()).collect()))
+            let logits = compiled.program.get(&live.arena, compiled.logits?).iter().map(|x| x.to_f64());
+            // Padding of the vocabulary has no probability.
+            let of = |(i, logit)| {
+                let label = *ids.get(i % ids.len().max(1))? as usize;
+                Some(if self.model.labels.is_some_and(|labels| label >= labels) { f64::NEG_INFINITY } else { logit })
+            };
+            let logits = logits.enumerate().filter_map(of).collect();
+            Some((ids, logits))
         });
         self.give_back(live);
         Ok(share)

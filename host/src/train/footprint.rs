@@ -60,7 +60,7 @@ pub fn data(recipe: &Recipe) -> Result<DataNeeds> {
     let split = Split::open(recipe)?;
     let corpora: usize = [Some(&split.train), split.valid.as_ref()].into_iter().flatten().map(|c| c.bytes()).sum();
     let loader = Loader::over(split.train, recipe, Position::default())?;
-    let Batch { tokens, labels, loss_mask, cu_seqlens, .. } = loader.batch(1, 0);
+    let Batch { tokens, labels, loss_mask, cu_seqlens, .. } = loader.batch(1, 0)?;
     let batch = 4 * (tokens.len() + labels.len() + loss_mask.len() + cu_seqlens.len());
     Ok(DataNeeds { bytes: corpora + batches(recipe, batch), sequences: loader.cu_seqlens_len() - 1 })
 }

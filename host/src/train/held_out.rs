@@ -48,22 +48,19 @@ impl Evaluation {
     /// The loss in words, beside that of another model of the same text: (name, nats per token).
     pub fn sentence(&self, other: Option<(String, f64)>) -> String {
         let shown = |loss: f64| match self.per_byte(loss) {
-            Some(nats) => (format!("{nats:.4}"), format!(" ({:.3} bits)", nats / LN_2), "byte"),
-            None => (format!("{loss:.4}"), String::new(), "token"),
+            Some(nats) => format!("{loss:.4} nats per token, {nats:.4} per byte ({:.3} bits)", nats / LN_2),
+            None => format!("{loss:.4} nats per token"),
         };
-        let (loss, bits, unit) = shown(self.loss());
-        let other = other.map(|(name, loss)| {
-            let (loss, bits, _) = shown(loss);
-            format!("; {name}: {loss}{bits}")
-        });
-        format!("held-out loss {loss} nats per {unit}{bits}{}", other.unwrap_or_default())
+        let other = other.map(|(name, loss)| format!("; {name}: {}", shown(loss)));
+        format!("held-out loss {}{}", shown(self.loss()), other.unwrap_or_default())
     }
 
     /// Adds its numbers to a step's line of metrics.
     pub fn add_to(&self, metrics: &mut Map<String, Value>) {
         metrics.insert("valid_loss".into(), json!(self.loss()));
         metrics.insert("valid_perplexity".into(), json!(self.perplexity()));
-        if let Some(bits) = self.bits_per_byte() {
+        if let (Some(nats), Some(bits)) = (self.loss_per_byte(), self.bits_per_byte()) {
+            metrics.insert("valid_loss_per_byte".into(), json!(nats));
             metrics.insert("valid_bits_per_byte".into(), json!(bits));
         }
     }
@@ -124,18 +121,14 @@ impl HeldOut {
         let all = self.valid.micro_batches(self.micro_batch_size);
         let number = samples.div_ceil(self.micro_batch_size).min(all);
         let (mut sums, mut bytes) = (LossSums::default(), 0);
-        let text = self.valid.corpus().summary().bytes > 0;
         for begin in (0..number).step_by(CHUNK) {
             if stop.load(Ordering::Relaxed) {
                 return Ok(None);
             }
             let some = begin..(begin + CHUNK).min(number);
-            let batches: Vec<_> = some.map(|i| self.valid.batch(i * all / number, self.micro_batch_size)).collect();
-            for batch in batches.iter().filter(|_| text) {
-                let end = self.valid.corpus().end();
-                let counted = batch.labels.iter().zip(&batch.loss_mask).filter(|&(&label, &m)| m > 0.0 && label != end);
-                bytes += counted.count() as u64;
-            }
+            let indices = some.map(|i| i * all / number);
+            bytes += indices.clone().map(|i| self.valid.text_bytes(i, self.micro_batch_size)).sum::<u64>();
+            let batches = indices.map(|i| self.valid.batch(i, self.micro_batch_size)).collect::<Result<Vec<_>>>()?;
             sums += engine.evaluate(step, batches)?;
         }
         Ok(Some(Evaluation { loss_sum: sums.loss_sum, tokens: sums.tokens.round() as u64, bytes }))
@@ -155,7 +148,8 @@ mod tests {
         let other = Some(("a rival".to_string(), 1.5));
         assert_eq!(
             text.sentence(other),
-            "held-out loss 1.5000 nats per byte (2.164 bits); a rival: 1.8000 (2.597 bits)"
+            "held-out loss 1.2500 nats per token, 1.5000 per byte (2.164 bits); \
+             a rival: 1.5000 nats per token, 1.8000 per byte (2.597 bits)"
         );
         let ids = Evaluation { bytes: 0, ..text };
         assert_eq!((ids.loss_per_byte(), ids.bits_per_byte()), (None, None));

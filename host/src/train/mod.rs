@@ -60,7 +60,8 @@ use guard::{Diagnosis, Guard, Verdict};
 
 use crate::bench::step::{Breakdown, ceilings};
 use crate::checkpoint::{CheckpointReader, Keep, Meta, PluginEntry, Saver, Staging, locate};
-use crate::data::{Batch, Corpus, Loader, Position, Prefetch, Split, Valid, ngram};
+use crate::data::tokenizer::{VOCAB_MULTIPLE, padded_vocab};
+use crate::data::{Batch, Loader, Position, Prefetch, Split, Tokenizer, Valid, ngram};
 use crate::failure::{Cause, Failure, Result};
 use crate::observe::{Progress, StepMetrics, peak_bytes};
 use crate::optim::schedule::Schedule;
@@ -70,6 +71,9 @@ use gantry_plugin_api::sdk::HookEvent;
 use serde_json::{Map, Value, json};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
+
+/// The tokenizer in a checkpoint.
+pub const TOKENIZER_FILE: &str = "tokenizer.json";
 
 /// What changes from step to step besides the data.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -118,8 +122,10 @@ pub trait Engine {
     fn next_logits(&mut self, context: &[i32]) -> Result<Vec<f64>>;
     /// The longest context, in tokens.
     fn window(&self) -> usize;
-    /// Tokens the model knows, if it says so.
+    /// Tokens the model knows, padding included, if it says so.
     fn vocab(&self) -> Option<usize>;
+    /// Token ids from `labels` on are padding of the vocabulary: they have no probability. Before the first step.
+    fn limit_vocab(&mut self, labels: usize) -> Result<()>;
     /// Times every step from now on.
     fn start_profile(&mut self) -> Result<()> {
         Ok(())
@@ -163,19 +169,22 @@ pub struct Start {
     pub hooks: HookSet,
 }
 
-/// Opens the checkpoint to resume from, if any, and the data.
-pub fn start(recipe: &Recipe, folder: &RunFolder, options: &Options) -> Result<Start> {
+/// Opens the checkpoint to resume from, if any, and the data; `tokenizer` is that of the recipe, if its data are text.
+pub fn start(recipe: &Recipe, folder: &RunFolder, options: &Options, tokenizer: Option<&Tokenizer>) -> Result<Start> {
     let checkpoint = folder.checkpoint(&options.resume)?.map(|path| CheckpointReader::open(&path)).transpose()?;
     let begin = checkpoint.as_ref().map_or(Position::default(), |reader| Position {
         step: reader.index().step,
         samples: reader.index().consumed_samples,
     });
-    let Split { train, valid, entropy } = Split::open(recipe)?;
+    if let Some(reader) = &checkpoint {
+        check_tokenizer(reader, tokenizer)?;
+    }
+    let Split { train, valid, entropy } = Split::with(recipe, tokenizer)?;
     tracing::info!("training data: {}", train.summary());
     if let Some(entropy) = entropy {
         tracing::info!("entropy of the made-up data: {entropy:.4} nats per token; no model's loss stays below it");
     }
-    let valid = valid.map(|corpus| Valid::new(corpus, recipe));
+    let valid = valid.map(|corpus| Valid::new(corpus, recipe)).transpose()?;
     if let Some(valid) = &valid {
         tracing::info!("held-out data: {}", valid.corpus().summary());
     }
@@ -222,7 +231,8 @@ pub fn run(
             tracing::warn!("{line}");
         }
     }
-    check_vocab(engine.vocab(), loader.corpus())?;
+    check_vocab(engine.vocab(), loader.corpus().vocab())?;
+    engine.limit_vocab(loader.corpus().vocab())?;
     let resumed = match checkpoint {
         Some(mut reader) => {
             let _load = tracing::info_span!("load").entered();
@@ -339,7 +349,9 @@ pub fn run(
             let valid_loss = evaluation.as_ref().map(Evaluation::loss);
             let saved = saver.save(step, |staging| {
                 let state = engine.save(staging)?;
-                let notes = vec![(reproduction::FILE.into(), described.clone())];
+                let mut notes = vec![(reproduction::FILE.into(), described.clone())];
+                let json = loader.corpus().tokenizer().and_then(Tokenizer::json);
+                notes.extend(json.map(|json| (TOKENIZER_FILE.into(), json.to_string())));
                 Ok(Meta { valid_loss, notes, ..meta(recipe, engine, &mut hooks, &guard, &loader, step, state)? })
             });
             if let Err(e) = saved.as_ref().map_err(|e| (e.cause, &e.sentence))
@@ -378,14 +390,39 @@ pub fn run(
     Ok(Outcome::Finished)
 }
 
-pub(crate) fn check_vocab(model: Option<usize>, corpus: &Corpus) -> Result<()> {
+/// Refuses a model whose vocabulary has not all of the data's `tokens`.
+pub(crate) fn check_vocab(model: Option<usize>, tokens: usize) -> Result<()> {
     match model {
-        Some(size) if size < corpus.vocab() => {
-            Err(Failure::recipe(format!("the model's vocabulary has {size} tokens, the data has {}", corpus.vocab()))
-                .remedy("raise the vocabulary size in the module's config"))
-        }
+        Some(size) if size < tokens => Err(Failure::recipe(format!(
+            "the model's vocabulary has {size} tokens, the data has {tokens}"
+        ))
+        .remedy(format!(
+            "set the vocabulary size in the module's config to {}, the next multiple of {VOCAB_MULTIPLE}; what is \
+                 more than {tokens} has no probability",
+            padded_vocab(tokens)
+        ))),
         _ => Ok(()),
     }
+}
+
+/// Refuses a checkpoint whose model was trained on the tokens of another tokenizer.
+pub(crate) fn check_tokenizer(reader: &CheckpointReader, now: Option<&Tokenizer>) -> Result<()> {
+    let then = &reader.index().extra["tokenizer"];
+    let (Some(hash), Some(now)) = (then["sha256"].as_str(), now) else { return Ok(()) };
+    if hash == now.sha256() {
+        return Ok(());
+    }
+    let name = then["name"].as_str().unwrap_or("another");
+    Err(Failure::data(format!(
+        "checkpoint {}: its model was trained with the tokenizer {name} (sha256 {}), not with {} (sha256 {})",
+        reader.folder().display(),
+        hash.get(..12).unwrap_or(hash),
+        now.name(),
+        now.sha256().get(..12).unwrap_or_default()
+    ))
+    .remedy(
+        "name the tokenizer that the model was trained with in data.tokenizer; the checkpoint holds its tokenizer.json",
+    ))
 }
 
 /// Begins from the parameters of a module's `load`.
@@ -473,6 +510,7 @@ fn meta(
             "hooks": hooks.save()?,
             "guard": guard.save(),
             "data": data,
+            "tokenizer": loader.corpus().tokenizer().map(Tokenizer::state),
             "recipe": recipe.resolved_yaml(),
         }),
     })

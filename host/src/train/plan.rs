@@ -38,6 +38,8 @@ pub struct PlanReport {
     pub parameters: usize,
     /// Parameters by block kind, e.g. `mamba`.
     pub parameters_by_kind: BTreeMap<String, usize>,
+    /// Rows of the model's vocabulary, padding included, if it says so.
+    pub vocabulary: Option<usize>,
     pub tokens_per_step: usize,
     /// Forward and backward of all ranks.
     pub flops_per_step: f64,
@@ -174,6 +176,7 @@ fn report(
         },
         parameters: by_kind.values().sum(),
         parameters_by_kind: by_kind,
+        vocabulary: super::team::vocab(&student.plan),
         tokens_per_step: recipe.train.global_batch_size * recipe.train.seq_length,
         flops_per_step: reports.iter().map(|rank| rank.flops_per_step).sum(),
         assumes,

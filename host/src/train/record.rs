@@ -77,6 +77,8 @@ pub struct StageModel {
     pub seed: u64,
     /// Ask for gradients of the numbers in axis states.
     pub state_grads: bool,
+    /// Token ids from this one on are padding of the vocabulary; none: all are tokens.
+    pub labels: Option<usize>,
     pub tamper: Option<Tamper>,
 }
 
@@ -123,6 +125,7 @@ impl StageModel {
             max_seqs: signature.max_seqs,
             seed: self.seed,
             state_grads: self.state_grads,
+            labels: self.labels,
         })
     }
 

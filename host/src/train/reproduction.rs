@@ -41,6 +41,9 @@ pub(super) fn describe(
         "resumed": resumed.map(|(folder, step)| json!({"checkpoint": folder, "step": step})),
         "recipe": recipe.resolved_yaml(),
         "data": {"sha256": data.sha256, "documents": data.documents, "tokens": data.tokens},
+        "tokenizer": corpus.tokenizer().map(|tokenizer| {
+            json!({"name": tokenizer.name(), "vocab_size": tokenizer.vocab_size(), "sha256": tokenizer.sha256()})
+        }),
         "plugins": plugins,
         "machine": Machine::this(),
     });

@@ -469,7 +469,7 @@ fn own_workers(ranks: usize) -> Result<rayon::ThreadPool> {
 const VOCAB_AXIS: &str = "vocab";
 
 /// Tokens of a model's vocabulary.
-fn vocab(plan: &ModelPlan) -> Option<usize> {
+pub(super) fn vocab(plan: &ModelPlan) -> Option<usize> {
     plan.axes.iter().find(|axis| axis.name == VOCAB_AXIS).map(|axis| axis.size)
 }
 
@@ -533,6 +533,7 @@ fn build<T: Element>(
     let model = StageModel {
         roles,
         state_grads: spec.state_grads,
+        labels: None,
         tamper: spec.tamper.clone(),
         ..stage_model(spec, &spec.provider, &spec.config, student, place)?
     };
@@ -561,6 +562,7 @@ pub(super) fn stage_model(
         frozen: spec.frozen,
         seed: spec.seed,
         state_grads: false,
+        labels: None,
         tamper: None,
     })
 }

@@ -101,6 +101,10 @@ impl Engine for Counter {
         Some(self.weights.len())
     }
 
+    fn limit_vocab(&mut self, _: usize) -> Result<()> {
+        Ok(())
+    }
+
     fn plugins(&self) -> Vec<PluginEntry> {
         Vec::new()
     }
@@ -133,7 +137,7 @@ fn train_recipe(
 ) -> (Result<Outcome>, Vec<f64>) {
     let stop: &'static AtomicBool = Box::leak(Box::default());
     let folder = RunFolder::open(root).unwrap();
-    let start = match start(recipe, &folder, &options) {
+    let start = match start(recipe, &folder, &options, crate::data::tokenizer(recipe).unwrap().as_ref()) {
         Ok(start) => start,
         Err(failure) => return (Err(failure), Vec::new()),
     };
@@ -449,7 +453,8 @@ fn a_save_that_cannot_be_written_ends_the_run_and_leaves_the_one_before() {
         // What the save of step 6 wants to write is in the way.
         let folder = RunFolder::open(root.path()).unwrap();
         let blocker = root.path().join("checkpoints/.new-step-00000006");
-        let start = start(&recipe, &folder, &Options::default()).unwrap();
+        let start =
+            start(&recipe, &folder, &Options::default(), crate::data::tokenizer(&recipe).unwrap().as_ref()).unwrap();
         std::fs::write(&blocker, "a file").unwrap();
         let stop: &'static AtomicBool = Box::leak(Box::default());
         let mut engine =

@@ -106,6 +106,7 @@ impl Graph {
             max_seqs: self.cu_seqlens.len().saturating_sub(1).max(1),
             seed: 1,
             state_grads: false,
+            labels: None,
         });
         let outputs = forward(&mut cx)?;
         cx.finish().map_err(text)?;

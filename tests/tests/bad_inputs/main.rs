@@ -1,10 +1,11 @@
 //! Everything a user can get wrong, and what the program says to it: status and whole stderr, row by row.
 //!
-//! `rows.rs` is the table; `messages.txt` holds the answers, which are meant to be read: each one sentence that names the
+//! `rows.rs` and `tokens.rs` are the table; `messages.txt` holds the answers, which are meant to be read: each one sentence that names the
 //! place, the values and the remedy. `GANTRY_BLESS=1` rewrites them. In them `HERE` is the folder of the row, `BIN` that
 //! of the program and its plugins, `PLUGINS` that of the plugins made for tests.
 
 mod rows;
+mod tokens;
 
 use gantry_tests::plugins::{file_name, fixture, gantry, providers};
 use rows::{Row, Step};

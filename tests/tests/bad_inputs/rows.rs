@@ -40,7 +40,7 @@ pub struct Row {
     pub steps: &'static [Step],
 }
 
-const fn row(name: &'static str, status: i32, arguments: &'static str, steps: &'static [Step]) -> Row {
+pub const fn row(name: &'static str, status: i32, arguments: &'static str, steps: &'static [Step]) -> Row {
     Row { name, status, arguments, steps }
 }
 
@@ -49,7 +49,7 @@ use Step::*;
 const INDEX: &str = "runs/small/checkpoints/step-00000002/index.json";
 
 pub fn all() -> Vec<Row> {
-    [arguments(), recipes(), provider_configs(), plugins(), data(), checkpoints(), machine()]
+    [arguments(), recipes(), provider_configs(), plugins(), data(), super::tokens::rows(), checkpoints(), machine()]
         .into_iter()
         .flatten()
         .collect()

@@ -143,6 +143,7 @@ pub fn record(sizes: Sizes, plant: impl FnOnce(&mut Graph)) -> Result<Recorded> 
         max_seqs: 1,
         seed: 1,
         state_grads: false,
+        labels: None,
     });
     let hidden = table.dim(&resolve(&plan.axes, &Layout::axis("hidden", 1))?, Some(0), grid, place)?;
     let x = cx.fresh("x", [Dim::plain("tokens", sizes.tokens), hidden], false, true);

@@ -22,8 +22,11 @@ use crate::failure::{Failure, Result, guarded};
 use crate::recipe::TokenizerSpec;
 use pieces::Pieces;
 use rayon::prelude::*;
+use serde::Deserialize;
+use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Byte tokenizer: token ids 0 to 255 are bytes, this one ends a document.
@@ -47,6 +50,8 @@ struct Inner {
     kind: Kind,
     vocab_size: usize,
     special: BTreeMap<String, u32>,
+    /// Contents of special tokens by the names of the tokenizer's files, e.g. `bos_token`.
+    named: BTreeMap<String, String>,
     sha256: String,
     chat_template: Option<String>,
 }
@@ -65,6 +70,8 @@ struct Model {
     cuts: bool,
     /// The text of a `tokenizer.json`.
     json: String,
+    /// Contents of special tokens.
+    marks: Vec<String>,
 }
 
 /// Special tokens of a recipe: name to content.
@@ -91,6 +98,7 @@ impl Tokenizer {
             kind: Kind::Bytes,
             vocab_size: END_OF_DOCUMENT as usize + 1,
             special: BTreeMap::from([(END.to_string(), END_OF_DOCUMENT)]),
+            named: BTreeMap::new(),
             sha256: files::hash(&[("bytes", b"")]),
             chat_template: None,
         }))
@@ -113,11 +121,35 @@ impl Tokenizer {
         Tokenizer::of(found, special)
     }
 
-    /// The tokenizer that a checkpoint holds: its `tokenizer.json`, its special tokens' ids, and its hash.
-    pub fn restore(name: &str, json: String, special: BTreeMap<String, u32>, sha256: String) -> Result<Tokenizer> {
-        let mut tokenizer = Tokenizer::of(files::Found::of_json(name, json)?, &SpecialTokens::new())?;
+    /// What a checkpoint says about it beside its `tokenizer.json`.
+    pub fn state(&self) -> Value {
+        let Inner { name, vocab_size, special, named, sha256, chat_template, .. } = self.0.as_ref();
+        json!({
+            "name": name,
+            "vocab_size": vocab_size,
+            "special_tokens": special,
+            "named_tokens": named,
+            "sha256": sha256,
+            "chat_template": chat_template,
+        })
+    }
+
+    /// The tokenizer of a checkpoint: what [`Tokenizer::state`] gave, and its `tokenizer.json`, which bytes have none of.
+    pub fn restore(state: &Value, json: Option<String>) -> Result<Tokenizer> {
+        let broken = |what: String| Failure::data(format!("the checkpoint's tokenizer: {what}"));
+        let state: State = State::deserialize(state).map_err(|error| broken(error.to_string()))?;
+        let Some(json) = json else {
+            let bytes = Tokenizer::bytes();
+            let same = bytes.sha256() == state.sha256;
+            return if same { Ok(bytes) } else { Err(broken("its tokenizer.json is missing".into())) };
+        };
+        let mut tokenizer = Tokenizer::of(files::Found::of_json(&state.name, json)?, &SpecialTokens::new())?;
+        if let Some(id) = state.special_tokens.values().find(|&&id| id as usize >= tokenizer.vocab_size()) {
+            return Err(broken(format!("special token {id} is none of {}", tokenizer.vocab_size())));
+        }
         if let Some(inner) = Arc::get_mut(&mut tokenizer.0) {
-            (inner.special, inner.sha256) = (special, sha256);
+            (inner.special, inner.sha256) = (state.special_tokens, state.sha256);
+            (inner.named, inner.chat_template) = (state.named_tokens, state.chat_template);
         }
         Ok(tokenizer)
     }
@@ -128,10 +160,13 @@ impl Tokenizer {
         let vocab = guarded(|| tokenizer.get_vocab(true)).map_err(|what| files::broken(&name, &what))?;
         let vocab_size = files::vocab_size(&name, &vocab)?;
         let special = special::resolve(&name, &vocab, &about, &named, special)?;
-        let pieces = Pieces::new(&vocab, vocab_size, &about);
+        let pieces = Pieces::new(&vocab, vocab_size, &about, &special);
+        let marks = about.added_tokens.iter().filter(|token| token.special).map(|token| token.content.clone());
+        let marks = marks.chain(special.values().filter_map(|&id| tokenizer.id_to_token(id))).collect();
         let json = if pair { files::written(&name, &tokenizer)? } else { json };
-        let kind = Kind::Model(Box::new(Model { exact: about.exact(), cuts: about.cuts(), tokenizer, pieces, json }));
-        Ok(Tokenizer(Arc::new(Inner { name, kind, vocab_size, special, sha256, chat_template })))
+        let kind =
+            Kind::Model(Box::new(Model { exact: about.exact(), cuts: about.cuts(), tokenizer, pieces, json, marks }));
+        Ok(Tokenizer(Arc::new(Inner { name, kind, vocab_size, special, named, sha256, chat_template })))
     }
 
     /// What messages call it: `bytes` or a path.
@@ -169,6 +204,19 @@ impl Tokenizer {
     /// The id of a special token by its name, e.g. [`END`].
     pub fn special(&self, name: &str) -> Option<u32> {
         self.0.special.get(name).copied()
+    }
+
+    /// Contents of special tokens by the names of the tokenizer's files, e.g. `bos_token`.
+    pub fn named(&self) -> &BTreeMap<String, String> {
+        &self.0.named
+    }
+
+    /// Whether a text ends in a special token.
+    pub(super) fn ends_with_special(&self, text: &str) -> bool {
+        match &self.0.kind {
+            Kind::Bytes => false,
+            Kind::Model(model) => model.marks.iter().any(|content| text.ends_with(content.as_str())),
+        }
     }
 
     /// All special tokens that have a name.
@@ -226,13 +274,27 @@ impl Tokenizer {
         }
     }
 
-    /// Tokens of texts, computed side by side on the current rayon pool.
+    /// Tokens of texts, computed side by side on the current rayon pool; of a long text the parts are.
     pub fn encode_batch<S: AsRef<str> + Sync>(&self, texts: &[S]) -> Result<Vec<Vec<u32>>> {
-        texts.par_iter().map(|text| self.encode(text.as_ref())).collect()
+        let cuts = matches!(&self.0.kind, Kind::Model(model) if model.cuts);
+        let all = texts.par_iter().map(|text| {
+            let parts: Vec<&str> = long::parts(text.as_ref(), cuts).collect();
+            let encoded = parts.par_iter().map(|part| self.encode(part)).collect::<Result<Vec<_>>>();
+            encoded.map(|parts| {
+                parts
+                    .into_iter()
+                    .reduce(|mut all, part| {
+                        all.extend(part);
+                        all
+                    })
+                    .unwrap_or_default()
+            })
+        });
+        all.collect()
     }
 
     /// Tokens of a text, each with the bytes of the text where it lies; characters are whole.
-    pub fn encode_places(&self, text: &str) -> Result<Vec<(u32, std::ops::Range<usize>)>> {
+    pub fn encode_places(&self, text: &str) -> Result<Vec<(u32, Range<usize>)>> {
         match &self.0.kind {
             Kind::Bytes => Ok(text.bytes().enumerate().map(|(at, byte)| (u32::from(byte), at..at + 1)).collect()),
             Kind::Model(model) => {
@@ -258,17 +320,8 @@ impl Tokenizer {
             return Ok((ids, lengths));
         }
         let places = self.encode_places(text)?;
-        let (mut ids, mut lengths, mut done) = (Vec::with_capacity(places.len()), Vec::new(), 0);
-        for (id, place) in places {
-            ids.push(id);
-            lengths.push(place.end.saturating_sub(done) as u32);
-            done = done.max(place.end);
-        }
-        // What no token covers at the end, such as spaces that are dropped, goes with the last one.
-        if let Some(last) = lengths.last_mut() {
-            *last += (text.len() - done) as u32;
-        }
-        Ok((ids, lengths))
+        let lengths = lengths(&places, text.len());
+        Ok((places.into_iter().map(|(id, _)| id).collect(), lengths))
     }
 
     /// Text of tokens, special ones included. What is no UTF-8 becomes U+FFFD; ids that are no tokens are left out.
@@ -343,5 +396,36 @@ impl Tokenizer {
     }
 }
 
+/// What a checkpoint says about a tokenizer.
+#[derive(Deserialize)]
+struct State {
+    name: String,
+    special_tokens: BTreeMap<String, u32>,
+    #[serde(default)]
+    named_tokens: BTreeMap<String, String>,
+    sha256: String,
+    #[serde(default)]
+    chat_template: Option<String>,
+}
+
+/// Bytes that tokens at these places of a text stand for: each from the end of those before it to its own.
+pub(super) fn lengths(places: &[(u32, Range<usize>)], text: usize) -> Vec<u32> {
+    let (mut lengths, mut done) = (Vec::with_capacity(places.len()), 0);
+    for (_, place) in places {
+        lengths.push(place.end.saturating_sub(done) as u32);
+        done = done.max(place.end);
+    }
+    // What no token covers at the end, such as spaces that are dropped, goes with the last one.
+    if let Some(last) = lengths.last_mut() {
+        *last += text.saturating_sub(done) as u32;
+    }
+    lengths
+}
+
+/// The number that a model's vocabulary is padded to for so many tokens.
+pub fn padded_vocab(tokens: usize) -> usize {
+    tokens.next_multiple_of(VOCAB_MULTIPLE)
+}
+
 #[cfg(test)]
-mod tests;
+pub(in crate::data) mod tests;

@@ -5,7 +5,7 @@
 //! word with `##` before it (WordPiece).
 
 use super::files::About;
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 /// Bytes of all tokens, back to back.
 pub(super) struct Pieces {
@@ -19,7 +19,7 @@ pub(super) struct Pieces {
 }
 
 impl Pieces {
-    pub fn new(vocab: &HashMap<String, u32>, size: usize, about: &About) -> Pieces {
+    pub fn new(vocab: &HashMap<String, u32>, size: usize, about: &About, named: &BTreeMap<String, u32>) -> Pieces {
         let added: HashSet<&str> = about.added_tokens.iter().map(|token| token.content.as_str()).collect();
         let special: HashSet<&str> =
             about.added_tokens.iter().filter(|token| token.special).map(|token| token.content.as_str()).collect();
@@ -33,7 +33,12 @@ impl Pieces {
         let mut pieces = Pieces {
             bytes: Vec::new(),
             starts: vec![0],
-            special: vocab.iter().filter(|(name, _)| special.contains(name.as_str())).map(|(_, &id)| id).collect(),
+            special: vocab
+                .iter()
+                .filter(|(name, _)| special.contains(name.as_str()))
+                .map(|(_, &id)| id)
+                .chain(named.values().copied())
+                .collect(),
             known: [false; 256],
         };
         for content in contents {

@@ -53,6 +53,8 @@ fn bytes_are_tokens() {
     assert_eq!(tokenizer.decode(&[97, 0xc3, 0xa9, 256, 0xff]).unwrap(), "a\u{e9}\u{fffd}");
     assert_eq!([65, 256, 300].map(|id| tokenizer.token_bytes(id)), [1, 0, 0]);
     assert!(tokenizer.special(PAD).is_none() && tokenizer.json().is_none());
+    assert_eq!(Tokenizer::restore(&tokenizer.state(), None).unwrap(), tokenizer);
+    assert_eq!(Tokenizer::restore(&small().state(), None).unwrap_err().exit_status(), 4);
 }
 
 #[test]
@@ -122,8 +124,7 @@ fn a_pair_of_files_is_the_same_vocabulary() {
         assert_eq!(pair.special(END), Some(0));
         assert_ne!(pair.sha256(), whole.sha256());
         // What a checkpoint keeps of it gives the same tokens.
-        let kept =
-            Tokenizer::restore("kept", pair.json().unwrap().into(), pair.specials().clone(), pair.sha256().into());
+        let kept = Tokenizer::restore(&pair.state(), pair.json().map(str::to_string));
         assert_eq!(kept.as_ref().unwrap(), &pair);
         assert_eq!(kept.unwrap().encode(TEXTS[0]).unwrap(), whole.encode(TEXTS[0]).unwrap());
     }

@@ -170,6 +170,7 @@ mod tests {
             tokens: 4,
             settings,
             state_grads: false,
+            labels: None,
             forward: Box::new(move |cx, inputs| {
                 let (fc1, fc2) = (cx.param_value(0)?, cx.param_value(1)?);
                 let h = linear::record(cx, Default::default(), &[inputs[0], fc1])?[0];

@@ -128,6 +128,7 @@ pub(super) mod tests {
             tokens: 12,
             settings,
             state_grads: true,
+            labels: None,
             forward: Box::new(move |cx, inputs| {
                 let (w, out) = (cx.param_value(0)?, cx.param_value(1)?);
                 let mut x = linear::record(cx, Default::default(), &[inputs[0], w])?[0];

@@ -115,6 +115,7 @@ mod tests {
             tokens: 12,
             settings,
             state_grads: false,
+            labels: None,
             forward: Box::new(move |cx, inputs| {
                 let parts = shape::split(cx, Default::default(), inputs)?;
                 let x = shape::concat(cx, Default::default(), &parts[1..])?[0];

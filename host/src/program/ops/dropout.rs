@@ -146,6 +146,7 @@ mod tests {
             tokens: 8,
             settings,
             state_grads: false,
+            labels: None,
             forward: Box::new(|cx, inputs| {
                 let drop = |cx: &mut Recorder<'_>, x| record(cx, Dropout { p: 0.4 }, &[x]).map(|y| y[0]);
                 Ok(vec![drop(cx, inputs[0])?, drop(cx, inputs[1])?, drop(cx, inputs[0])?])

@@ -100,6 +100,7 @@ mod tests {
             tokens: 8,
             settings,
             state_grads: false,
+            labels: None,
             forward: Box::new(|cx, _| {
                 let p = (0..3).map(|i| cx.param_value(i)).collect::<Result<Vec<_>>>()?;
                 let ids = cx.int_input("ids", 8)?;

@@ -143,6 +143,7 @@ mod tests {
             ints: vec![],
             tokens: 4,
             state_grads: state.is_some(),
+            labels: None,
             settings: state.map(|state| AxisSetting { axis: "heads".into(), layer: None, state }).into_iter().collect(),
             forward: Box::new(move |cx, inputs| {
                 let w = cx.param_value(0)?;

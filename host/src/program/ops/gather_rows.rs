@@ -87,6 +87,7 @@ mod tests {
                 tokens: 4,
                 settings,
                 state_grads: false,
+                labels: None,
                 forward: Box::new(|cx, inputs| {
                     let index = cx.int_input("index", 6)?;
                     let table = cx.param_value(0)?;

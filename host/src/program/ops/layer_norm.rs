@@ -120,6 +120,7 @@ mod tests {
             tokens: 4,
             settings,
             state_grads: false,
+            labels: None,
             forward: Box::new(|cx, inputs| {
                 let (w, b) = (cx.param_value(0)?, cx.param_value(1)?);
                 let y = record(cx, LayerNorm { eps: 0.1 }, &[inputs[0], w, b])?[0];

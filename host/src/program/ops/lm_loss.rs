@@ -3,7 +3,8 @@
 //!
 //! Placement. Hidden states are gathered whole. With the vocabulary spread, each rank computes statistics of its labels'
 //! logits, which are gathered, so that every rank has the loss; its dhidden is a partial sum, its dweight complete. With
-//! the weight whole on every rank, every rank computes everything. Axis states: sliced hidden channels are the leading
+//! the weight whole on every rank, every rank computes everything. Labels that are padding (`Context::labels`) have no
+//! probability: their logits are -inf, and their rows of the weight have no gradient. Axis states: sliced hidden channels are the leading
 //! columns of the weight; a masked hidden needs nothing here.
 
 use super::rows::only_rows;
@@ -213,12 +214,13 @@ fn weight_grad(bw: &mut Backprop<'_>, weight: ValueId) -> Result<Option<ValueId>
     if bw.value(weight).needs_grad { bw.param_grad(weight, false) } else { Ok(None) }
 }
 
-/// The labels whose rows of the weight are here.
+/// The labels whose rows of the weight are here. Rows of padding, which are the last ones, take no part.
 fn vocabulary(cx: &Recorder<'_>, head: Head) -> Result<VocabShard> {
     let dim = &cx.value(head.weight).dims[0];
     match dim.segs.as_slice() {
         [seg] if seg.unit == 1 => {
-            Ok(VocabShard { vocab: seg.units, local: seg.local(), parts: seg.parts, part: seg.part })
+            let vocab = cx.cx.labels.map_or(seg.units, |labels| labels.min(seg.units));
+            Ok(VocabShard { vocab, local: seg.local(), parts: seg.parts, part: seg.part })
         }
         _ => Err(cx.error(format!("the vocabulary must be one segment of single labels, not {dim}"))),
     }
@@ -275,16 +277,21 @@ mod tests {
     }
 
     fn test(vocab_tp: bool, settings: Vec<AxisSetting>) -> OpTest {
+        test_of(VOCAB, vocab_tp, settings)
+    }
+
+    fn test_of(vocab: usize, vocab_tp: bool, settings: Vec<AxisSetting>) -> OpTest {
         let weight = |inner: &str| vec![Layout::axis("vocab", 1), Layout::axis(inner, 1)];
         let input = |name, channels| Input { name, rows: TOKENS, channels: Layout::axis(channels, 1), spread: true };
         OpTest {
-            axes: vec![axis("hidden", 6, false), axis("teacher_hidden", 4, false), axis("vocab", VOCAB, vocab_tp)],
+            axes: vec![axis("hidden", 6, false), axis("teacher_hidden", 4, false), axis("vocab", vocab, vocab_tp)],
             params: vec![("output", weight("hidden")), ("teacher.output", weight("teacher_hidden"))],
             inputs: vec![input("x", "hidden"), input("t", "teacher_hidden")],
             ints: vec![("labels", LABELS.to_vec())],
             tokens: TOKENS,
             settings,
             state_grads: false,
+            labels: None,
             forward: Box::new(|_, _| Ok(vec![])),
         }
     }
@@ -357,6 +364,49 @@ mod tests {
             assert!(relative_l2(&results["y0"], &[expected]) < 1e-12);
             assert_eq!(results["y2"], [5.5]);
         }
+    }
+
+    /// Of 18 rows of the weight 15 are tokens: on two ranks 8 and 7 of 9.
+    const PADDED: usize = 18;
+    const REAL: usize = 15;
+
+    #[test]
+    fn padding_of_the_vocabulary_has_no_probability_and_no_gradient() {
+        for (vocab_tp, smoothing) in [(true, 0.0), (true, 0.1), (false, 0.1)] {
+            let forward = everything(cross_entropy(smoothing));
+            let test = OpTest { labels: Some(REAL), forward, ..test_of(PADDED, vocab_tp, vec![]) };
+            test.check_parity();
+            let padded = test.run(Grid::SINGLE);
+            let small = OpTest { forward: everything(cross_entropy(smoothing)), ..test_of(REAL, vocab_tp, vec![]) };
+            let small = small.run(Grid::SINGLE);
+            // The weight of the small model is the beginning of the padded one's.
+            for name in ["y0", "y1", "d.x"] {
+                assert!(relative_l2(&padded[name], &small[name]) < 1e-14, "{name}");
+            }
+            let (rows, padding) = padded["d.output"].split_at(REAL * 6);
+            assert!(relative_l2(rows, &small["d.output"]) < 1e-14);
+            assert!(padding.len() == (PADDED - REAL) * 6 && padding.iter().all(|&d| d == 0.0));
+            // The same without the limit is another loss.
+            let unlimited = OpTest { labels: None, forward: everything(cross_entropy(smoothing)), ..test };
+            assert!(relative_l2(&unlimited.run(Grid::SINGLE)["y0"], &small["y0"]) > 1e-3);
+        }
+        for settings in [vec![], slice()] {
+            let forward = total(cross_entropy(0.1));
+            OpTest { labels: Some(REAL), forward, ..test_of(PADDED, true, settings) }.check();
+        }
+    }
+
+    #[test]
+    fn padding_is_no_part_of_a_divergence() {
+        let padded =
+            OpTest { labels: Some(REAL), forward: everything(divergence(false)), ..test_of(PADDED, true, vec![]) };
+        padded.check_parity();
+        let small = OpTest { forward: everything(divergence(false)), ..test_of(REAL, true, vec![]) }.run(Grid::SINGLE);
+        let padded = padded.run(Grid::SINGLE);
+        for name in ["y0", "y1", "d.x"] {
+            assert!(relative_l2(&padded[name], &small[name]) < 1e-14, "{name}");
+        }
+        assert!(padded["d.output"][REAL * 6..].iter().all(|&d| d == 0.0));
     }
 
     #[test]

@@ -93,6 +93,7 @@ mod tests {
             tokens: 4,
             settings: vec![],
             state_grads: false,
+            labels: None,
             forward: Box::new(|cx, inputs| {
                 let mut outputs = vec![];
                 for kind in [Reduction::Sum, Reduction::Mean, Reduction::Max] {

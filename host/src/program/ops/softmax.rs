@@ -161,6 +161,7 @@ mod tests {
             tokens: 4,
             settings: vec![],
             state_grads: false,
+            labels: None,
             forward: Box::new(forward),
         }
     }

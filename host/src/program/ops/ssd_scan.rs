@@ -177,6 +177,7 @@ mod tests {
             tokens: 12,
             settings,
             state_grads: false,
+            labels: None,
             forward: Box::new(move |cx, inputs| {
                 let p = (0..3).map(|i| cx.param_value(i)).collect::<Result<Vec<_>>>()?;
                 let (xbc, dt) = if one_tensor {
@@ -265,6 +266,7 @@ mod tests {
             tokens: 12,
             settings,
             state_grads,
+            labels: None,
             forward: Box::new(|cx, inputs| {
                 let p = (0..8).map(|i| cx.param_value(i)).collect::<Result<Vec<_>>>()?;
                 let h = linear::record(cx, Default::default(), &[inputs[0], p[0]])?[0];

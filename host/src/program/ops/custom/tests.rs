@@ -127,6 +127,7 @@ fn test(forward: impl Fn(&mut Recorder<'_>, &[ValueId]) -> Result<Vec<ValueId>> 
         tokens: 4,
         settings: vec![],
         state_grads: false,
+        labels: None,
         forward: Box::new(forward),
     }
 }

@@ -38,6 +38,7 @@ fn layer(route: MoeRoute, settings: Vec<AxisSetting>) -> OpTest {
         tokens: 12,
         settings,
         state_grads: true,
+        labels: None,
         forward: Box::new(move |cx, inputs| {
             let (router, fc1, fc2) = (cx.param_value(0)?, cx.param_value(1)?, cx.param_value(2)?);
             let logits = linear::record(cx, Default::default(), &[inputs[0], router])?[0];
