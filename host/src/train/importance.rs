@@ -21,11 +21,18 @@ use gantry_kernels::Element;
 use gantry_plugin_api::plan::{AxisSetting, AxisState, ModelPlan};
 use std::collections::BTreeMap;
 
-/// Sums over tokens for every unit of every axis seen, in elastic order.
+/// Sums for every unit of every axis seen, in elastic order.
 #[derive(Clone, Debug, Default)]
 pub struct Importance {
-    units: BTreeMap<AxisKey, Vec<f64>>,
+    units: BTreeMap<AxisKey, Sums>,
     tokens: f64,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Sums {
+    units: Vec<f64>,
+    /// Rows they are over; none for experts, whose sums are over the tokens that came to them.
+    rows: f64,
 }
 
 /// Units of one axis, on one layer or on all.
@@ -50,7 +57,7 @@ impl Importance {
             Seen::ProjectionInput => self.add_units(value, data, |axis| axis.layer.is_some()),
             Seen::ExpertOutput { experts, offsets } => {
                 let offsets = program.get_int(arena, offsets);
-                let sums = self.units.entry(experts).or_default();
+                let sums = &mut self.units.entry(experts).or_default().units;
                 sums.resize(offsets.len() - 1, 0.0);
                 for (sum, slots) in sums.iter_mut().zip(offsets.windows(2)) {
                     for slot in slots[0] as usize..slots[1] as usize {
@@ -65,8 +72,9 @@ impl Importance {
         let mut start = 0;
         for seg in &value.last().segs {
             if let Some(axis) = seg.axis.filter(|&axis| wanted(axis)) {
-                let sums = self.units.entry(axis).or_default();
+                let Sums { units: sums, rows } = self.units.entry(axis).or_default();
                 sums.resize(seg.units, 0.0);
+                *rows += value.rows as f64;
                 for row in 0..value.rows {
                     let row = &data[row * value.ld + start..][..seg.size()];
                     sums.iter_mut().zip(row.chunks_exact(seg.unit)).for_each(|(sum, unit)| *sum += norm(unit));
@@ -76,13 +84,14 @@ impl Importance {
         }
     }
 
-    /// Means per token, and the order that follows.
+    /// Means per row, for experts per token, and the order that follows.
     pub fn rankings(&self, plan: &ModelPlan) -> Result<Vec<AxisRanking>> {
         let elastic = self.units.iter().filter(|(key, _)| plan.axes[key.axis as usize].elastic);
         elastic
             .map(|(key, sums)| {
                 let axis = key.axis as usize;
-                let importance: Vec<f64> = sums.iter().map(|sum| sum / self.tokens.max(1.0)).collect();
+                let rows = if sums.rows > 0.0 { sums.rows } else { self.tokens.max(1.0) };
+                let importance: Vec<f64> = sums.units.iter().map(|sum| sum / rows).collect();
                 let order = order(&importance, group_size(&plan.axes, axis)?);
                 Ok(AxisRanking { axis, layer: key.layer.map(usize::from), importance, order })
             })
