@@ -4,6 +4,7 @@ pub mod bench;
 pub mod checkpoint;
 pub mod cli;
 pub mod comm;
+pub mod convert;
 pub mod data;
 pub mod error;
 pub mod failure;

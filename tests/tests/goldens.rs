@@ -20,7 +20,8 @@ fn first_of(kind: &str) -> Case {
 /// The check must notice a change of any single result by more than the tolerance.
 #[test]
 fn goldens_notice_a_wrong_number() {
-    for kind in ["rmsnorm", "causal_conv1d", "ssd_scan", "attention", "moe", "cross_entropy", "adam"] {
+    for kind in ["rmsnorm", "causal_conv1d", "ssd_scan", "attention", "moe", "cross_entropy", "adam", "hybrid_tiny_hf"]
+    {
         let case = first_of(kind);
         let results: Vec<String> =
             case.tensors.keys().filter(|n| n.starts_with("out.") || n.starts_with("grad.")).cloned().collect();

@@ -23,10 +23,12 @@ mod writer;
 pub use index::{FileEntry, Index, PluginEntry, TensorEntry, digest};
 pub use reader::CheckpointReader;
 pub use saver::Saver;
+pub use shard::{Coming, ShardStream};
 pub use staging::{ElementType, Parts, Staging};
 pub use store::{CHECKPOINTS, Keep, Store, locate};
 pub use tensor::{LogicalTensor, TensorData};
 pub use writer::{CheckpointWriter, Meta};
+pub(crate) use writer::{cannot_write, sync_folder, write_synced};
 
 /// Lower-case hexadecimal digits of `bytes`.
 pub fn hexadecimal(bytes: &[u8]) -> String {

@@ -110,6 +110,12 @@ impl CheckpointReader {
         }))
     }
 
+    /// The bytes of a tensor as they lie in its shard, little-endian. Does not count as taking it.
+    pub fn raw(&self, name: &str) -> Option<&[u8]> {
+        let place = self.by_name.get(name)?;
+        self.maps.get(&self.index.tensors[place.entry].file)?.get(place.bytes.clone())
+    }
+
     /// Reads a tensor that must have `shape`. Each tensor can be taken once.
     pub fn take(&mut self, name: &str, shape: &[usize]) -> Result<LogicalTensor> {
         let Some(entry) = self.entry(name) else {

@@ -1,7 +1,7 @@
 //! Writing a checkpoint: shards and index into a folder beside, everything on disk before the rename.
 
 use super::index::{FORMAT, INDEX_FILE, VERSION, digest};
-use super::shard::{self, Part};
+use super::shard::{self, Coming, Part, ShardStream};
 use super::{FileEntry, Index, LogicalTensor, PluginEntry, TensorEntry, hexadecimal};
 use crate::failure::{Failure, Result};
 use safetensors::Dtype;
@@ -137,6 +137,34 @@ impl CheckpointWriter {
         Ok(())
     }
 
+    /// Writes a shard whose tensors come from elsewhere as bytes, little-endian: `fill` is given each one's place in the
+    /// list, wider elements first, and where its bytes go. NaN and infinity are for the caller to refuse.
+    pub fn stream_shard(
+        &mut self,
+        tensors: &[Coming],
+        mut fill: impl FnMut(usize, &mut ShardStream) -> Result<()>,
+    ) -> Result<()> {
+        for Coming { name, .. } in tensors {
+            if !self.names.insert(name.clone()) {
+                return Err(Failure::data(format!("checkpoint tensor {name} is given twice")));
+            }
+        }
+        let mut order: Vec<usize> = (0..tensors.len()).collect();
+        order.sort_by_key(|&i| std::cmp::Reverse(tensors[i].dtype));
+        let coming: Vec<Coming> = order.iter().map(|&i| tensors[i].clone()).collect();
+        let file = format!("shard-{:05}.safetensors", self.files.len());
+        let mut stream = ShardStream::begin(self.folder.join(&file), &coming, None, true)?;
+        order.into_iter().try_for_each(|i| fill(i, &mut stream))?;
+        self.files.insert(file.clone(), stream.finish()?);
+        self.tensors.extend(tensors.iter().map(|tensor| TensorEntry {
+            name: tensor.name.clone(),
+            shape: tensor.shape.clone(),
+            dtype: tensor.dtype.to_string(),
+            file: file.clone(),
+        }));
+        Ok(())
+    }
+
     /// Adds every tensor of an iterator, which may gather them one at a time.
     pub fn add_all(&mut self, tensors: impl IntoIterator<Item = Result<LogicalTensor>>) -> Result<()> {
         tensors.into_iter().try_for_each(|tensor| self.add(tensor?))
@@ -219,13 +247,13 @@ impl Drop for CheckpointWriter {
     }
 }
 
-pub(super) fn cannot_write(path: &Path, error: &std::io::Error) -> Failure {
+pub(crate) fn cannot_write(path: &Path, error: &std::io::Error) -> Failure {
     Failure::data(format!("cannot write {}: {error}", path.display()))
         .remedy("free disk space or choose another run folder with --run-dir")
 }
 
 /// Writes a file and waits until it is on disk.
-pub(super) fn write_synced(path: &Path, bytes: &[u8]) -> Result<()> {
+pub(crate) fn write_synced(path: &Path, bytes: &[u8]) -> Result<()> {
     let write = || -> std::io::Result<()> {
         let mut file = File::create(path)?;
         file.write_all(bytes)?;
@@ -235,6 +263,6 @@ pub(super) fn write_synced(path: &Path, bytes: &[u8]) -> Result<()> {
 }
 
 /// Waits until a folder's entries are on disk.
-pub(super) fn sync_folder(folder: &Path) -> Result<()> {
+pub(crate) fn sync_folder(folder: &Path) -> Result<()> {
     File::open(folder).and_then(|file| file.sync_all()).map_err(|error| cannot_write(folder, &error))
 }

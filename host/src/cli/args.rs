@@ -25,6 +25,8 @@ pub(super) enum Command {
     Generate(Generate),
     /// Ranks heads, channels, experts and layers by importance, and sorts a trained model by it.
     Rank(Rank),
+    /// Converts a model between checkpoints, Hugging Face folders and safetensors under Megatron's names.
+    Convert(Convert),
     /// Cuts a smaller model out of a trained one: a checkpoint with its own recipe.
     Slice(Slice),
     /// Describes a plugin: providers, configuration, parameters, axes. A crashing plugin is reported.
@@ -93,6 +95,9 @@ pub(super) struct Eval {
     /// Text to evaluate on instead of what the recipe holds out: a file, a folder or a glob.
     #[arg(long, value_name = "PATH")]
     pub data: Option<PathBuf>,
+    /// Writes tokens and logits of the first micro-batch to a safetensors file, to compare with other programs.
+    #[arg(long, value_name = "FILE")]
+    pub logits: Option<PathBuf>,
     /// Prints JSON.
     #[arg(long)]
     pub json: bool,
@@ -157,6 +162,100 @@ pub(super) struct Rank {
     /// Prints the ranking as JSON.
     #[arg(long)]
     pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(super) struct Convert {
+    /// What the source is.
+    #[arg(long, value_name = "FORMAT")]
+    pub from: Format,
+    /// What the destination is to be.
+    #[arg(long, value_name = "FORMAT")]
+    pub to: Format,
+    /// Checkpoint or run folder, Hugging Face folder, or folder with safetensors.
+    #[arg(value_name = "SRC")]
+    pub source: PathBuf,
+    /// A folder that is not there yet.
+    #[arg(value_name = "DST")]
+    pub destination: PathBuf,
+    /// Type of the written elements; a checkpoint's is always fp32.
+    #[arg(long, value_name = "TYPE", default_value = "keep")]
+    pub dtype: ElementType,
+    /// Splits tensors over files of at most this size.
+    #[arg(long, value_name = "SIZE", default_value = "5GB", value_parser = size)]
+    pub max_shard_size: usize,
+    /// Replaces a model that is at DST.
+    #[arg(long)]
+    pub force: bool,
+    /// Recipe of the model, for --from megatron; default: SRC/recipe.yaml.
+    #[arg(long, value_name = "RECIPE")]
+    pub recipe: Option<PathBuf>,
+    /// Module of the recipe, if it has several models.
+    #[arg(long, value_name = "NAME")]
+    pub module: Option<String>,
+    /// Folder with the tokenizer's files, if they do not lie with the source.
+    #[arg(long, value_name = "DIR")]
+    pub tokenizer: Option<PathBuf>,
+    /// Sets a key of the provider's config, e.g. recompute=[moe]; may be given several times.
+    #[arg(long, value_name = "KEY=VALUE")]
+    pub set: Vec<String>,
+    /// Leaves out a key of config.json that changes nothing; may be given several times.
+    #[arg(long, value_name = "KEY")]
+    pub ignore: Vec<String>,
+    /// Plugin file or name whose model it is; default: all that are found.
+    #[arg(long, value_name = "PLUGIN")]
+    pub plugin: Option<String>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub(super) enum Format {
+    Hf,
+    Gantry,
+    Megatron,
+}
+
+impl From<Format> for crate::convert::Format {
+    fn from(format: Format) -> Self {
+        match format {
+            Format::Hf => Self::HuggingFace,
+            Format::Gantry => Self::Gantry,
+            Format::Megatron => Self::Megatron,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub(super) enum ElementType {
+    Keep,
+    Bf16,
+    Fp32,
+}
+
+impl From<ElementType> for crate::convert::Wanted {
+    fn from(ty: ElementType) -> Self {
+        match ty {
+            ElementType::Keep => Self::Keep,
+            ElementType::Bf16 => Self::Bf16,
+            ElementType::Fp32 => Self::F32,
+        }
+    }
+}
+
+/// Bytes, as `5GB`, `200MB` or `500000`; GiB, MiB and KiB are powers of 1024.
+fn size(text: &str) -> Result<usize, String> {
+    let wrong = || "expected a size such as 5GB, 200MB or 1GiB".to_string();
+    let units = [
+        ("GiB", 1u64 << 30),
+        ("MiB", 1 << 20),
+        ("KiB", 1 << 10),
+        ("GB", 1_000_000_000),
+        ("MB", 1_000_000),
+        ("KB", 1000),
+    ];
+    let (number, unit) =
+        units.iter().find_map(|(name, unit)| Some((text.strip_suffix(name)?, *unit))).unwrap_or((text, 1));
+    let bytes = number.trim().parse::<u64>().ok().and_then(|n| n.checked_mul(unit)).filter(|bytes| *bytes > 0);
+    bytes.and_then(|bytes| usize::try_from(bytes).ok()).ok_or_else(wrong)
 }
 
 #[derive(Debug, Args)]
@@ -330,6 +429,10 @@ mod tests {
     #[case(&["gantry", "eval", "r.yaml"])]
     #[case(&["gantry", "eval", "--checkpoint", "c"])]
     #[case(&["gantry", "generate", "--checkpoint", "c"])]
+    #[case(&["gantry", "convert", "--from", "hf", "a", "b"])]
+    #[case(&["gantry", "convert", "--from", "hf", "--to", "onnx", "a", "b"])]
+    #[case(&["gantry", "convert", "--from", "hf", "--to", "gantry", "a", "b", "--max-shard-size", "0"])]
+    #[case(&["gantry", "convert", "--from", "hf", "--to", "gantry", "a", "b", "--max-shard-size", "big"])]
     #[case(&["gantry", "slice", "--checkpoint", "c", "--out", "d"])]
     #[case(&["gantry", "slice", "--checkpoint", "c", "--out", "d", "--width", "ffn"])]
     #[case(&["gantry", "slice", "--checkpoint", "c", "--out", "d", "--width", "ffn@x=3"])]

@@ -5,10 +5,11 @@
 
 use super::{args, inspect, print};
 use crate::failure::{Cause, Failure, Result};
+use crate::plugin::find::libraries;
 use crate::plugin::{PluginFile, Search};
 use serde::Serialize;
 use std::fmt::Write;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Stdio};
 
 /// A library that GPUs or clusters need: name, what it is for, what to do where it is missing.
@@ -257,7 +258,7 @@ fn plugins(search: &Search) -> Vec<Finding> {
     const GROUP: &str = "plugins";
     let mut all = Vec::new();
     let mut models = 0;
-    for path in search.folders.iter().flat_map(|folder| files(folder)) {
+    for path in search.folders.iter().flat_map(|folder| libraries(folder)) {
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         match inspect::ask_child(&PluginFile::new(&path), &[]) {
             Ok(report) => {
@@ -286,18 +287,6 @@ fn plugins(search: &Search) -> Vec<Finding> {
         let remedy = "build the providers (cargo build --release), or name their folder in GANTRY_PLUGIN_PATH";
         all.push(Finding { cause: Cause::Plugin, ..Finding::not(State::Fault, GROUP, "models", value, remedy) });
     }
-    all
-}
-
-/// Shared libraries of a folder, in order of name.
-fn files(folder: &Path) -> Vec<PathBuf> {
-    let is_library = |path: &PathBuf| {
-        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        path.is_file() && name.starts_with(std::env::consts::DLL_PREFIX) && name.ends_with(std::env::consts::DLL_SUFFIX)
-    };
-    let entries = std::fs::read_dir(folder).into_iter().flatten().filter_map(|entry| Some(entry.ok()?.path()));
-    let mut all: Vec<_> = entries.filter(is_library).collect();
-    all.sort();
     all
 }
 

@@ -1,9 +1,11 @@
 //! `gantry eval`: a trained model's loss on held-out data.
 
 use super::{args, model, print};
-use crate::data::{self, Split, Valid};
+use crate::checkpoint::{Coming, ShardStream};
+use crate::data::{self, Batch, Split, Valid};
 use crate::failure::{Failure, Result};
-use crate::train::{HeldOut, check_tokenizer, check_vocab};
+use crate::train::{Engine, HeldOut, check_tokenizer, check_vocab};
+use safetensors::Dtype;
 use serde_json::{Value, json};
 use std::fmt::Write;
 use std::sync::atomic::AtomicBool;
@@ -31,6 +33,10 @@ pub(super) fn run(arguments: args::Eval) -> Result<()> {
     check_vocab(model.engine.vocab(), corpus.vocab())?;
     model.engine.limit_vocab(corpus.vocab())?;
     let held_out = HeldOut::new(Valid::new(corpus, &recipe)?, &recipe);
+    if let Some(path) = &arguments.logits {
+        let batch = held_out.valid().batch(0, recipe.train.micro_batch_size);
+        write_logits(path, model.engine.as_mut(), batch)?;
+    }
     let clock = Instant::now();
     let never = AtomicBool::new(false);
     let evaluation = held_out.pass(model.engine.as_mut(), model.step, usize::MAX, &never)?;
@@ -72,6 +78,31 @@ pub(super) fn run(arguments: args::Eval) -> Result<()> {
     let _ = writeln!(text, "perplexity  {:.4} per token", evaluation.perplexity());
     let _ = writeln!(text, "speed       {:.0} tokens/s", evaluation.tokens as f64 / seconds.max(f64::MIN_POSITIVE));
     print(&text)
+}
+
+/// Writes what a batch holds and the model says to it: `tokens` [n], `cu_seqlens` (where sequences begin, and the end) and
+/// `logits` [n, vocab]. A sequence sees nothing of the others.
+fn write_logits(path: &std::path::Path, engine: &mut dyn Engine, batch: Batch) -> Result<()> {
+    let ints = |values: &[i32]| values.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>();
+    let tokens = batch.tokens.clone();
+    // Room for more sequences than there are ends in empty ones.
+    let mut bounds = batch.cu_seqlens.clone();
+    bounds.dedup();
+    let logits = engine.logits(batch)?;
+    let vocab = logits.len() / tokens.len().max(1);
+    let coming = |name: &str, shape: Vec<usize>, dtype| Coming { name: name.into(), shape, dtype };
+    let tensors = [
+        coming("logits", vec![tokens.len(), vocab], Dtype::F32),
+        coming("tokens", vec![tokens.len()], Dtype::I32),
+        coming("cu_seqlens", vec![bounds.len()], Dtype::I32),
+    ];
+    let mut file = ShardStream::begin(path.to_path_buf(), &tensors, None, false)?;
+    for row in logits.chunks(vocab.max(1)) {
+        file.write(&row.iter().flat_map(|x| (*x as f32).to_le_bytes()).collect::<Vec<u8>>())?;
+    }
+    file.write(&ints(&tokens))?;
+    file.write(&ints(&bounds))?;
+    file.finish().map(drop)
 }
 
 /// What makes `path` all there is of data.

@@ -6,6 +6,7 @@
 
 mod args;
 mod bench;
+mod convert;
 mod doctor;
 mod eval;
 mod generate;
@@ -56,6 +57,7 @@ fn run(arguments: Arguments) -> Result<()> {
         Command::Eval(arguments) => eval::run(arguments),
         Command::Generate(arguments) => generate::run(arguments),
         Command::Rank(arguments) => rank::run(arguments),
+        Command::Convert(arguments) => convert::run(arguments),
         Command::Slice(arguments) => slice::run(arguments),
         Command::Inspect(arguments) => inspect::run(arguments),
         Command::Tokenize(arguments) => tokenize::run(arguments),

@@ -80,6 +80,19 @@ impl Search {
         Err(PluginError::NotFound { name: name.into(), file, looked })
     }
 
+    /// Every shared library of the folders; of files of one name the first, which is the one that [`Search::find`] finds.
+    pub fn libraries(&self) -> Vec<PathBuf> {
+        let mut all: Vec<PathBuf> = Vec::new();
+        for folder in &self.folders {
+            for path in libraries(folder) {
+                if !all.iter().any(|other| other.file_name() == path.file_name()) {
+                    all.push(path);
+                }
+            }
+        }
+        all
+    }
+
     /// Checks a file's permissions and checksum, without opening it as a library.
     pub fn verify(&self, file: &PluginFile) -> Result<(), PluginError> {
         let path = &file.path;
@@ -105,6 +118,18 @@ impl Search {
         }
         Ok(())
     }
+}
+
+/// Shared libraries of a folder, in order of name.
+pub fn libraries(folder: &Path) -> Vec<PathBuf> {
+    let is_library = |path: &PathBuf| {
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        path.is_file() && name.starts_with(std::env::consts::DLL_PREFIX) && name.ends_with(std::env::consts::DLL_SUFFIX)
+    };
+    let entries = std::fs::read_dir(folder).into_iter().flatten().filter_map(|entry| Some(entry.ok()?.path()));
+    let mut all: Vec<_> = entries.filter(is_library).collect();
+    all.sort();
+    all
 }
 
 /// `my-model` is in `libmy_model.so`.

@@ -75,7 +75,7 @@ impl Drop for Owned {
     }
 }
 
-fn call_error(provider: &str, error: Error) -> PluginError {
+pub(super) fn call_error(provider: &str, error: Error) -> PluginError {
     // Many of a provider's own messages begin with its name already.
     let prefix = format!("{provider}: ");
     let message = error.message.strip_prefix(&prefix).unwrap_or(&error.message).to_owned();

@@ -2,14 +2,17 @@
 //!
 //! Shared by all ranks of a process; instances made from it are not.
 
+use super::instance::call_error;
+use super::watch::watch;
 use super::{ElastifierInstance, HooksInstance, ModelProvider, PluginError, PluginFile, Search, services};
 use gantry_plugin_api::abi::hello::{API_MAJOR, API_MINOR};
 use gantry_plugin_api::abi::host::host_table;
 use gantry_plugin_api::abi::load::{self, HelloInfo};
 use gantry_plugin_api::abi::plugin::{Plugin as LinkedPlugin, plugin_table};
 use gantry_plugin_api::abi::tables::PluginTableRef;
-use gantry_plugin_api::plan::{ProviderInfo, ProviderKind};
+use gantry_plugin_api::plan::{FolderExport, FolderImport, FolderKind, ProviderInfo, ProviderKind};
 use gantry_plugin_api::sdk::Error;
+use serde::de::DeserializeOwned;
 use std::path::{Path, PathBuf};
 
 /// A loaded plugin.
@@ -134,6 +137,44 @@ impl PluginSet {
     /// Kind of the provider called `name`, if a loaded plugin has it.
     pub fn kind(&self, name: &str) -> Option<ProviderKind> {
         self.plugins.iter().flat_map(|p| &p.providers).find(|info| info.name == name).map(|info| info.kind)
+    }
+
+    /// The model provider whose Hugging Face folders have this `model_type`, and its declaration.
+    pub fn folder_provider(&self, model_type: &str) -> Option<(&str, &FolderKind)> {
+        self.folder_kinds().find(|(_, kind)| kind.model_type == model_type)
+    }
+
+    /// Every model provider with Hugging Face folders.
+    pub fn folder_kinds(&self) -> impl Iterator<Item = (&str, &FolderKind)> {
+        let models = self.plugins.iter().flat_map(|p| &p.providers).filter(|info| info.kind == ProviderKind::Model);
+        models.filter_map(|info| Some((info.name.as_str(), info.hugging_face.as_ref()?)))
+    }
+
+    /// What model provider `name` makes of a folder's `config.json`.
+    pub fn import_folder(&self, name: &str, config: &serde_json::Value) -> Result<FolderImport, PluginError> {
+        self.folder(name, config, false)
+    }
+
+    /// What a config of model provider `name` becomes in a folder.
+    pub fn export_folder(&self, name: &str, config: &serde_json::Value) -> Result<FolderExport, PluginError> {
+        self.folder(name, config, true)
+    }
+
+    fn folder<T: DeserializeOwned>(
+        &self,
+        name: &str,
+        config: &serde_json::Value,
+        export: bool,
+    ) -> Result<T, PluginError> {
+        let call = self.table(name, ProviderKind::Model, "model")?.hugging_face();
+        let config = config.to_string();
+        let reply = {
+            let _watch = watch(name, "hugging_face");
+            call(name.into(), config.as_str().into(), export)
+        };
+        let json = reply.into_result().map_err(|e| call_error(name, e.into()))?;
+        serde_json::from_str(&json)
+            .map_err(|e| plugin_error(name, Error::plugin(format!("its config of folders: {e}"))))
     }
 
     /// An instance of the model provider `name` with its part of the recipe, for the calling thread.

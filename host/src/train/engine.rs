@@ -338,6 +338,10 @@ impl<T: Element> Engine for TeamEngine<T> {
         self.team.evaluate(step, batches)
     }
 
+    fn logits(&mut self, batch: Batch) -> Result<Vec<f64>> {
+        self.team.logits(batch)
+    }
+
     fn next_logits(&mut self, context: &[i32]) -> Result<Vec<f64>> {
         self.team.next_logits(context, program_length(context.len(), self.seq_length, self.team.grid.tp))
     }

@@ -124,6 +124,23 @@ impl<T: Element> Team<T> {
         }
     }
 
+    /// Logits [tokens, vocab] of a batch, in logical order.
+    pub fn logits(&self, batch: Batch) -> Result<Vec<f64>> {
+        let tokens = batch.tokens.len();
+        let batch = Arc::new(batch);
+        // Replicas would compute the same.
+        let shares = self
+            .all(move |rank| if rank.model.place.dp == 0 { rank.logits_of(Mode::Logits, &batch) } else { Ok(None) })?;
+        let vocab = shares.iter().flatten().flat_map(|(ids, _)| ids).max().map_or(0, |&id| id as usize + 1);
+        let mut logits = vec![f64::NAN; tokens * vocab];
+        for (ids, values) in shares.into_iter().flatten() {
+            for (row, values) in logits.chunks_mut(vocab).zip(values.chunks(ids.len())) {
+                ids.iter().zip(values).for_each(|(&id, &value)| row[id as usize] = value);
+            }
+        }
+        Ok(logits)
+    }
+
     /// Logits [vocab] of the token after `context`, in logical order. `padded`: the tokens the program is recorded for, at
     /// least those of the context; what follows the context is a sequence of its own, which it does not see.
     pub fn next_logits(&self, context: &[i32], padded: usize) -> Result<Vec<f64>> {

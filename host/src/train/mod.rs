@@ -118,6 +118,8 @@ pub trait Engine {
     fn load_teacher(&mut self, reader: &mut CheckpointReader) -> Result<()>;
     /// Loss of micro-batches of one shape, without gradients; changes nothing that a step or a checkpoint sees.
     fn evaluate(&mut self, step: u64, batches: Vec<Batch>) -> Result<LossSums>;
+    /// Logits [tokens, vocab] of a batch.
+    fn logits(&mut self, batch: Batch) -> Result<Vec<f64>>;
     /// Logits [vocab] of the token after `context`, which is not empty and at most [`Engine::window`] long.
     fn next_logits(&mut self, context: &[i32]) -> Result<Vec<f64>>;
     /// The longest context, in tokens.

@@ -18,7 +18,7 @@ pub const FOLDERS: HuggingFace<NemotronHybrid> =
     HuggingFace { model_type: "nemotron_h", architectures: &["NemotronHForCausalLM"], read, write };
 
 /// `time_step_min` of exports without a limit: below every time step, and a number whose logarithm transformers can take.
-const NO_LIMIT: f64 = 1e-30;
+const NO_LIMIT: f64 = 1e-20;
 
 /// Names of layers in `layers_block_type`, today's first.
 const LAYERS: [(LayerKind, &[&str]); 4] = [
@@ -163,8 +163,8 @@ fn mamba(hf: &FolderConfig, eps: f64) -> Result<Vec<(&'static str, Value)>> {
     if initial > NO_LIMIT && initial != low {
         found.push(("mamba_dt_min", initial.into()));
         hf.note(format!(
-            "time steps are at least {low}, as time_step_limit says; transformers up to 5.24 takes time_step_min = \
-             {initial} instead, and config.mamba_dt_limit_min = {initial} does as it does"
+            "time steps are limited to at least {low}, as time_step_limit says; transformers up to 5.24 limits them to \
+             time_step_min = {initial} instead, which --set mamba_dt_limit_min={initial} does too"
         ));
     }
     if low > 0.0 {

@@ -13,7 +13,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-fn text(e: impl std::fmt::Display) -> String {
+pub(super) fn text(e: impl std::fmt::Display) -> String {
     e.to_string()
 }
 
@@ -37,11 +37,11 @@ fn config(case: &Case) -> Value {
     config
 }
 
-fn spec(case: &Case, plugins: PluginSet) -> TeamSpec {
+pub(super) fn spec(config: Value, plugins: PluginSet) -> TeamSpec {
     TeamSpec {
         plugins,
         provider: "nemotron-hybrid".into(),
-        config: config(case),
+        config,
         grid: Grid::SINGLE,
         seed: 1,
         elastic: ElasticSpec::Off,
@@ -101,26 +101,47 @@ pub fn check_all(folder: &Path, plugins: &PluginSet) -> Result<usize> {
 
 fn megatron_with<T: Element>(check: &mut Check<'_>, plugins: PluginSet) -> Result<()> {
     let case = check.case;
-    let (batch, seq) = (case.size("batch")?, case.size("seq")?);
-    let tokens = batch * seq;
-    let team = Team::<T>::start(&spec(case, plugins)).map_err(text)?;
+    let team = Team::<T>::start(&spec(config(case), plugins)).map_err(text)?;
     load(&team, case)?;
+    let batch = batch(case)?;
+    outputs(check, &team, &batch)?;
 
-    let mask: Vec<f32> = case.data("in.loss_mask")?.iter().map(|&m| m as f32).collect();
-    let whole = Batch {
+    // The engine minimises the mean over unmasked tokens, the case the sum.
+    let count: f64 = batch.loss_mask.iter().map(|&m| f64::from(m)).sum();
+    let micro_batches = [(0, Arc::new(batch))];
+    let sums = team.all(move |rank| rank.gradients(1, &micro_batches)).map_err(text)?;
+    check.tensor("out.loss_sum", &[sums[0].loss])?;
+    for tensors in team.gather(Kind::Grads) {
+        for tensor in tensors.map_err(text)? {
+            let values: Vec<f64> = tensor.data.into_f64().iter().map(|g| g * count).collect();
+            check.tensor(&format!("grad.w.{}", tensor.name), &values)?;
+        }
+    }
+    Ok(())
+}
+
+/// The inputs of a case.
+pub(super) fn batch(case: &Case) -> Result<Batch> {
+    let (batch, seq) = (case.size("batch")?, case.size("seq")?);
+    Ok(Batch {
         tokens: case.ints("in.input_ids")?,
         labels: case.ints("in.labels")?,
-        loss_mask: mask.clone(),
+        loss_mask: case.data("in.loss_mask")?.iter().map(|&m| m as f32).collect(),
         cu_seqlens: case.cu_seqlens(batch, seq)?,
         first_sample: 0,
         samples: batch,
-    };
+    })
+}
+
+/// Logits and the loss of every token.
+pub(super) fn outputs<T: Element>(check: &mut Check<'_>, team: &Team<T>, whole: &Batch) -> Result<()> {
     let input = whole.clone();
     let logits = team.all(move |rank| rank.logits(&input)).map_err(text)?;
     let logits = logits.into_iter().next().flatten().ok_or("the rank gave no logits")?;
     check.tensor("out.logits", &logits)?;
 
     // The loss of one token is the masked sum with the mask on that token alone.
+    let tokens = whole.tokens.len();
     let alone: Arc<Vec<(usize, Arc<Batch>)>> = Arc::new(
         (0..tokens)
             .map(|t| {
@@ -133,18 +154,5 @@ fn megatron_with<T: Element>(check: &mut Check<'_>, plugins: PluginSet) -> Resul
         alone.iter().map(|one| rank.evaluate(1, std::slice::from_ref(one)).map(|sums| sums.loss_sum)).collect()
     });
     let losses: Vec<Vec<f64>> = losses.map_err(text)?;
-    check.tensor("out.cross_entropy", &losses[0])?;
-
-    let micro_batches = [(0, Arc::new(whole))];
-    let sums = team.all(move |rank| rank.gradients(1, &micro_batches)).map_err(text)?;
-    check.tensor("out.loss_sum", &[sums[0].loss])?;
-    // The engine minimises the mean over unmasked tokens, the case the sum.
-    let count: f64 = mask.iter().map(|&m| f64::from(m)).sum();
-    for tensors in team.gather(Kind::Grads) {
-        for tensor in tensors.map_err(text)? {
-            let values: Vec<f64> = tensor.data.into_f64().iter().map(|g| g * count).collect();
-            check.tensor(&format!("grad.w.{}", tensor.name), &values)?;
-        }
-    }
-    Ok(())
+    check.tensor("out.cross_entropy", &losses[0])
 }

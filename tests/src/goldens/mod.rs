@@ -11,6 +11,7 @@ pub mod data;
 pub mod flextron;
 pub mod graph;
 pub mod hybrid;
+pub mod hybrid_hf;
 pub mod kernel;
 pub mod losses;
 pub mod mamba;
@@ -26,7 +27,6 @@ use std::path::{Path, PathBuf};
 
 /// Kinds of cases for parts that are still to come. A star stands for any ending.
 pub const LATER: &[&str] = &[
-    "hybrid_tiny_hf",
     "flextron_mamba",
     "flextron_attention",
     "flextron_moe",
@@ -96,6 +96,7 @@ fn in_precision<T: Element>(case: &Case, precision: Precision) -> Result<Option<
         _ if is("flextron_budget_loss") => flextron::formulas::loss(&mut check)?,
         _ if is("flextron_loss_assembly") => flextron::formulas::assembly(&mut check)?,
         _ if is("flextron_router") => flextron::router::router::<T>(&mut check)?,
+        _ if is("hybrid_tiny_hf") => hybrid_hf::hugging_face::<T>(&mut check)?,
         _ if is("gpt_dataset") => data::gpt_dataset(&mut check)?,
         _ if LATER.iter().any(|kind| later(&kind)) => return Ok(None),
         _ => return Err(format!("no check knows the kind {:?}", case.kind)),
