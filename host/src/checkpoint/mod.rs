@@ -21,7 +21,7 @@ mod tensor;
 mod writer;
 
 pub use index::{FileEntry, Index, PluginEntry, TensorEntry, digest};
-pub use reader::CheckpointReader;
+pub use reader::{CheckpointReader, read_index};
 pub use saver::Saver;
 pub use shard::{Coming, ShardStream};
 pub use staging::{ElementType, Parts, Staging};

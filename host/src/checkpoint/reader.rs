@@ -10,6 +10,8 @@ use safetensors::SafeTensors;
 use safetensors::tensor::Metadata;
 use sha2::{Digest, Sha256};
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::fs::File;
+use std::io::Read;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -110,10 +112,10 @@ impl CheckpointReader {
         }))
     }
 
-    /// The bytes of a tensor as they lie in its shard, little-endian. Does not count as taking it.
-    pub fn raw(&self, name: &str) -> Option<&[u8]> {
+    /// First byte of a tensor in its shard, and how many there are. Does not count as taking it.
+    pub fn bytes_of(&self, name: &str) -> Option<(u64, u64)> {
         let place = self.by_name.get(name)?;
-        self.maps.get(&self.index.tensors[place.entry].file)?.get(place.bytes.clone())
+        Some((place.bytes.start as u64, place.bytes.len() as u64))
     }
 
     /// Reads a tensor that must have `shape`. Each tensor can be taken once.
@@ -213,7 +215,8 @@ impl CheckpointReader {
     }
 }
 
-fn read_index(folder: &Path) -> Result<Index> {
+/// The index of a checkpoint folder; nothing of its shards is looked at.
+pub fn read_index(folder: &Path) -> Result<Index> {
     let path = folder.join(INDEX_FILE);
     let refuse = |what: String| {
         Failure::data(format!("{} is no complete checkpoint: {what}", folder.display()))
@@ -273,6 +276,18 @@ fn go_back(folder: &Path) -> String {
     }
 }
 
+/// SHA-256 of a file in hexadecimal digits.
+fn digest_of(path: &Path) -> std::io::Result<String> {
+    let mut file = File::open(path)?;
+    let (mut hash, mut block) = (Sha256::new(), vec![0; 1 << 20]);
+    loop {
+        match file.read(&mut block)? {
+            0 => return Ok(hexadecimal(&hash.finalize())),
+            n => hash.update(&block[..n]),
+        }
+    }
+}
+
 fn open_shard(folder: &Path, file: &str, bytes: u64, sha256: &str) -> Result<Mmap> {
     let refuse =
         |what: String| Failure::data(format!("checkpoint {}: {file} {what}", folder.display())).remedy(go_back(folder));
@@ -284,9 +299,10 @@ fn open_shard(folder: &Path, file: &str, bytes: u64, sha256: &str) -> Result<Mma
     if found != bytes {
         return Err(refuse(format!("has {found} bytes, index.json says {bytes}")));
     }
-    let map = map::map(&path).map_err(|error| refuse(format!("cannot be read: {error}")))?;
-    if hexadecimal(&Sha256::digest(&map)) != sha256 {
+    // Read, not mapped: what is only checked takes no memory.
+    let digest = digest_of(&path).map_err(|error| refuse(format!("cannot be read: {error}")))?;
+    if digest != sha256 {
         return Err(refuse("has a wrong checksum: its contents changed after it was written".into()));
     }
-    Ok(map)
+    map::map(&path).map_err(|error| refuse(format!("cannot be read: {error}")))
 }

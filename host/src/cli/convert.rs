@@ -1,7 +1,7 @@
 //! `gantry convert`: a model between checkpoints, Hugging Face folders and Megatron's names.
 
 use super::{args, print, say};
-use crate::checkpoint::{CheckpointReader, locate};
+use crate::checkpoint::{locate, read_index};
 use crate::convert::{self, Format, Request};
 use crate::failure::{Failure, Result};
 use crate::plugin::{PluginFile, PluginSet, Search};
@@ -81,8 +81,10 @@ fn plugins(request: &Request, named: Option<&str>) -> Result<PluginSet> {
     let search = Search::standard(Vec::new());
     let mut set = match (request.from, &request.recipe) {
         (Format::Gantry, _) => {
-            let reader = CheckpointReader::open(&locate(&request.source)?)?;
-            super::plugins(&super::model::recipe_of(&reader)?)?
+            let folder = locate(&request.source)?;
+            let index = read_index(&folder)?;
+            let recipe = Recipe::parse(index.extra["recipe"].as_str().unwrap_or_default(), &Overrides::default());
+            super::plugins(&recipe.map_err(|failure| failure.at(format!("checkpoint {}", folder.display())))?)?
         }
         (Format::Megatron, Some(recipe)) => super::plugins(recipe)?,
         (Format::Megatron, None) => {

@@ -87,7 +87,7 @@ impl Assembly<'_> {
     fn same(&self, piece: &Piece, other: &Assembly<'_>) -> Result<bool> {
         let blocks = piece.runs.iter().flat_map(|run| run.clone().step_by(BLOCK).map(|at| at..run.end.min(at + BLOCK)));
         for block in blocks {
-            let part = Piece { name: piece.name.clone(), shape: vec![block.len()], runs: vec![block] };
+            let part = Piece::whole(piece.name.clone(), vec![block.len()], block.start);
             let [mut ours, mut theirs] = [Vec::new(), Vec::new()];
             for (assembly, to) in [(self, &mut ours), (other, &mut theirs)] {
                 assembly.give(&part, Element::F32, |bytes| {
@@ -191,7 +191,7 @@ fn find<'a>(
             ));
             continue;
         };
-        if found.shape != piece.shape || found.bytes != (piece.len() * element.bytes()) as u64 {
+        if found.shape != piece.shape || found.bytes != (piece.elements() * element.bytes()) as u64 {
             let (file, shape, needs) = (&found.file, &found.shape, &piece.shape);
             wrong.push(format!("tensor {name} in {file} has shape {shape:?}, the model needs {needs:?}"));
             continue;
@@ -209,9 +209,9 @@ fn find<'a>(
 
 fn check_constant(source: &Source, name: &str, value: f64) -> Result<()> {
     let Some(found) = source.tensors().get(name) else { return Ok(()) };
-    let whole = Piece { name: name.into(), shape: found.shape.clone(), runs: vec![0..found.shape.iter().product()] };
+    let whole = Piece::whole(name.into(), found.shape.clone(), 0);
     let element = found.element().unwrap_or(Element::F32);
-    let segments = vec![Segment { begin: 0, len: whole.len(), tensor: 0, at: 0 }];
+    let segments = vec![Segment { begin: 0, len: whole.elements(), tensor: 0, at: 0 }];
     let assembly = Assembly { source, tensors: vec![(name, element)], segments };
     let mut holds = true;
     assembly.give(&whole, Element::F32, |bytes| {

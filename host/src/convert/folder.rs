@@ -44,7 +44,10 @@ pub struct Config {
 /// Reads the config of a folder for the provider that it is for. Keys of `ignore` are left out first.
 pub fn read(folder: &Path, plugins: &PluginSet, ignore: &[String]) -> Result<Config> {
     let path = folder.join(CONFIG);
-    let mut value = read_json(&path)?;
+    let mut value = read_json(&path).map_err(|failure| match path.is_file() {
+        true => failure,
+        false => failure.remedy("name a folder that save_pretrained of transformers wrote"),
+    })?;
     let fields = value.as_object_mut().ok_or_else(|| refuse(&path, "it is no JSON object".into()))?;
     for key in ignore {
         if fields.remove(key).is_none() {
@@ -66,7 +69,10 @@ pub fn read(folder: &Path, plugins: &PluginSet, ignore: &[String]) -> Result<Con
         return Err(refuse(&path, format!("`architectures` is {stated}; {provider} has {known}")));
     }
     let provider = provider.to_string();
-    let import = plugins.import_folder(&provider, &value).map_err(|error| Failure::from(error).at(path.display()))?;
+    let import = plugins.import_folder(&provider, &value).map_err(|error| {
+        let failure = Failure::from(error).at(path.display());
+        failure.remedy("the provider cannot hold this model; a key that changes nothing is left out with --ignore KEY")
+    })?;
     let generation = folder.join(GENERATION);
     let generation = generation.is_file().then(|| read_json(&generation)).transpose()?;
     Ok(Config { provider, import, generation })

@@ -166,10 +166,7 @@ pub fn run(request: &Request, plugins: &PluginSet) -> Result<Report> {
     let fixed: Vec<(Piece, f64)> = constants
         .iter()
         .filter(|_| to_folder)
-        .map(|(name, shape, value)| {
-            let runs = vec![0..shape.iter().product()];
-            (Piece { name: name.clone(), shape: shape.clone(), runs }, *value)
-        })
+        .map(|(name, shape, value)| (Piece::whole(name.clone(), shape.clone(), 0), *value))
         .collect();
     jobs.extend(fixed.iter().map(|(piece, value)| Job {
         piece,
@@ -179,7 +176,7 @@ pub fn run(request: &Request, plugins: &PluginSet) -> Result<Report> {
 
     let beside = Beside::begin(&request.destination, &request.source, request.force)?;
     let tensors = jobs.len();
-    let bytes = jobs.iter().map(|job| (job.piece.len() * job.element.bytes()) as u64).sum();
+    let bytes = jobs.iter().map(|job| (job.piece.elements() * job.element.bytes()) as u64).sum();
     let bar = target::bar(&jobs);
     match request.to {
         Format::Gantry => to_checkpoint(request, plugins, &model, &assemblies, &all, &jobs, beside.path(), &bar)?,
@@ -244,7 +241,7 @@ fn open(request: &Request, plugins: &PluginSet) -> Result<Model> {
             let step = reader.index().step;
             let known = Known { carried, generation, ..Known::default() };
             let imported = note.is_object();
-            let mut model = of_recipe(request, plugins, &parsed, Source::checkpoint(reader), known, noted, step)?;
+            let mut model = of_recipe(request, plugins, &parsed, Source::checkpoint(&reader)?, known, noted, step)?;
             // The recipe of an import says nothing of tokens unless it names a tokenizer.
             model.known.bytes &= !imported;
             Ok(model)
@@ -369,8 +366,9 @@ fn jobs<'a>(all: &'a [Declared], assemblies: &'a [Assembly<'a>], names: Names, c
 
 /// The type of most elements.
 fn most(jobs: &[Job<'_>]) -> Element {
-    let count =
-        |element: Element| jobs.iter().filter(|job| job.element == element).map(|job| job.piece.len()).sum::<usize>();
+    let count = |element: Element| {
+        jobs.iter().filter(|job| job.element == element).map(|job| job.piece.elements()).sum::<usize>()
+    };
     Element::ALL.into_iter().max_by_key(|element| count(*element)).unwrap_or(Element::F32)
 }
 
@@ -421,7 +419,7 @@ fn types(source: &Source, all: &[Declared], assemblies: &[Assembly<'_>]) -> Note
         for piece in tensor.folder.iter().chain(tensor.tied(Names::Folder)) {
             let element = source.tensors().get(&piece.name).and_then(|found| found.element());
             let element = element.unwrap_or(assembly.element());
-            counts.entry(element.name()).or_insert((element, 0)).1 += piece.len();
+            counts.entry(element.name()).or_insert((element, 0)).1 += piece.elements();
             found.insert(piece.name.clone(), element);
         }
     }

@@ -20,7 +20,15 @@ pub struct Piece {
 }
 
 impl Piece {
-    pub fn len(&self) -> usize {
+    /// A tensor of its own, of elements that follow each other from `first` on.
+    pub fn whole(name: String, shape: Vec<usize>, first: usize) -> Piece {
+        let elements: usize = shape.iter().product();
+        let runs = std::iter::once(first..first + elements).collect();
+        Piece { name, shape, runs }
+    }
+
+    /// Number of its elements.
+    pub fn elements(&self) -> usize {
         self.runs.iter().map(Range::len).sum()
     }
 }
@@ -81,7 +89,7 @@ pub fn declared(plan: &ModelPlan) -> Result<Vec<Declared>> {
         if let Some(tie) = &param.tie {
             ties.insert(tie, all.len());
         }
-        let len = own.iter().map(Piece::len).sum();
+        let len = own.iter().map(Piece::elements).sum();
         let (name, fp32) = (param.name.clone(), param.fp32);
         all.push(Declared { name, len, buffer: false, fp32, own, folder, tied: Default::default() });
     }
@@ -90,7 +98,7 @@ pub fn declared(plan: &ModelPlan) -> Result<Vec<Declared>> {
         let hf_name = buffer.hf_name.as_deref().unwrap_or(&buffer.name);
         let own = pieces(&plan.axes, &buffer.name, &buffer.dims, None).map_err(at)?;
         let folder = pieces(&plan.axes, hf_name, &buffer.dims, None).map_err(at)?;
-        let len = own.iter().map(Piece::len).sum();
+        let len = own.iter().map(Piece::elements).sum();
         let name = buffer.name.clone();
         all.push(Declared { name, len, buffer: true, fp32: true, own, folder, tied: Default::default() });
     }
@@ -135,7 +143,7 @@ fn pieces(axes: &[Axis], name: &str, dims: &[Layout], export: Option<&[usize]>) 
                 Some(export) => export.to_vec(),
                 None => sizes[rest..].to_vec(),
             };
-            all.push(Piece { name, shape, runs: vec![first..first + whole] });
+            all.push(Piece::whole(name, shape, first));
             continue;
         }
         let parts = dims.get(rest).map(|layout| parts(axes, layout)).transpose()?.flatten();
@@ -262,9 +270,9 @@ mod tests {
         let gated = Layout::seq([("gate", Layout::axis("ffn", 1)), ("up", Layout::axis("ffn", 1))]);
         let pieces = cut("e.{experts}.{part}", &[Layout::axis("experts", 1), gated, Layout::axis("hidden", 1)]);
         assert_eq!(pieces.len(), 6);
-        assert_eq!(pieces[3], Piece { name: "e.1.up".into(), shape: vec![5, 2], runs: vec![30..40] });
+        assert_eq!(pieces[3], Piece::whole("e.1.up".into(), vec![5, 2], 30));
         let whole = cut("w{experts}", &[Layout::axis("experts", 1), Layout::Fixed(4)]);
-        assert_eq!(whole[2], Piece { name: "w2".into(), shape: vec![4], runs: vec![8..12] });
+        assert_eq!(whole[2], Piece::whole("w2".into(), vec![4], 8));
     }
 
     #[test]

@@ -32,7 +32,7 @@ pub struct Found {
     pub shape: Vec<usize>,
     /// Name of its file.
     pub file: String,
-    /// First byte in the file; nothing for checkpoints.
+    /// First byte in the file.
     begin: u64,
     pub bytes: u64,
 }
@@ -48,13 +48,7 @@ impl Found {
 pub struct Source {
     path: PathBuf,
     tensors: BTreeMap<String, Found>,
-    from: From,
-}
-
-#[derive(Debug)]
-enum From {
-    Files(BTreeMap<String, File>),
-    Checkpoint(Box<CheckpointReader>),
+    files: BTreeMap<String, File>,
 }
 
 impl Source {
@@ -84,6 +78,9 @@ impl Source {
         } else if path.join(INDEX).exists() {
             let listed = index(path)?;
             let names: BTreeSet<&String> = listed.values().collect();
+            if let Some(name) = names.iter().find(|name| !path.join(name.as_str()).is_file()) {
+                return Err(refuse(path, format!("{INDEX} names {name}, which is not there")));
+            }
             names.into_iter().try_for_each(|name| add(path, name, Some(&listed)))?;
             if let Some((tensor, file)) = listed.iter().find(|(tensor, _)| !tensors.contains_key(*tensor)) {
                 return Err(refuse(path, format!("{INDEX} lists tensor {tensor}, which is not in {file}")));
@@ -96,18 +93,25 @@ impl Source {
                 refuse(path, "there is no such folder".into())
             });
         }
-        Ok(Source { path: path.into(), tensors, from: From::Files(files) })
+        Ok(Source { path: path.into(), tensors, files })
     }
 
     /// A checkpoint, all of whose checksums are right.
-    pub fn checkpoint(reader: CheckpointReader) -> Source {
+    pub fn checkpoint(reader: &CheckpointReader) -> Result<Source> {
+        let folder = reader.folder();
         let tensors = reader.index().tensors.iter().map(|entry| {
-            let bytes = reader.raw(&entry.name).map_or(0, |bytes| bytes.len() as u64);
+            let (begin, bytes) = reader.bytes_of(&entry.name).unwrap_or_default();
             let (dtype, shape, file) = (entry.dtype.clone(), entry.shape.clone(), entry.file.clone());
-            (entry.name.clone(), Found { dtype, shape, file, begin: 0, bytes })
+            (entry.name.clone(), Found { dtype, shape, file, begin, bytes })
         });
         let tensors = tensors.collect();
-        Source { path: reader.folder().into(), tensors, from: From::Checkpoint(Box::new(reader)) }
+        let open = |name: &String| {
+            let path = folder.join(name);
+            let file = File::open(&path);
+            Ok((name.clone(), file.map_err(|error| refuse(&path, format!("it cannot be read: {error}")))?))
+        };
+        let files = reader.index().files.keys().map(open).collect::<Result<_>>()?;
+        Ok(Source { path: folder.into(), tensors, files })
     }
 
     pub fn path(&self) -> &Path {
@@ -123,19 +127,10 @@ impl Source {
         let gone = || self.refuse(format!("tensor {name} cannot be read"));
         let found = self.tensors.get(name).ok_or_else(gone)?;
         let old = to.len();
-        match &self.from {
-            From::Checkpoint(reader) => {
-                let bytes = reader.raw(name).and_then(|bytes| bytes.get(begin as usize..)?.get(..len));
-                to.extend_from_slice(bytes.ok_or_else(gone)?);
-            }
-            From::Files(files) => {
-                let mut file = files.get(&found.file).ok_or_else(gone)?;
-                to.resize(old + len, 0);
-                let read =
-                    file.seek(SeekFrom::Start(found.begin + begin)).and_then(|_| file.read_exact(&mut to[old..]));
-                read.map_err(|error| self.refuse(format!("tensor {name} in {} cannot be read: {error}", found.file)))?;
-            }
-        }
+        let mut file = self.files.get(&found.file).ok_or_else(gone)?;
+        to.resize(old + len, 0);
+        let read = file.seek(SeekFrom::Start(found.begin + begin)).and_then(|_| file.read_exact(&mut to[old..]));
+        read.map_err(|error| self.refuse(format!("tensor {name} in {} cannot be read: {error}", found.file)))?;
         Ok(())
     }
 

@@ -33,7 +33,7 @@ pub enum Content<'a> {
 
 impl Job<'_> {
     fn bytes(&self) -> usize {
-        self.piece.len() * self.element.bytes()
+        self.piece.elements() * self.element.bytes()
     }
 
     fn coming(&self) -> Coming {
@@ -50,7 +50,7 @@ impl Job<'_> {
             Content::Of(assembly) => assembly.give(self.piece, self.element, sink),
             Content::Constant(value) => {
                 let mut bytes = Vec::new();
-                for _ in 0..self.piece.len() {
+                for _ in 0..self.piece.elements() {
                     // Few and small: what folders hold beside parameters.
                     super::element::convert(&value.to_le_bytes(), Element::F64, self.element, &mut bytes)
                         .map_err(|_| Failure::plugin(format!("tensor {} is to be {value}", self.piece.name)))?;

@@ -4,6 +4,7 @@
 //! place, the values and the remedy. `GANTRY_BLESS=1` rewrites them. In them `HERE` is the folder of the row, `BIN` that
 //! of the program and its plugins, `PLUGINS` that of the plugins made for tests.
 
+mod conversions;
 mod rows;
 mod tokens;
 

@@ -49,10 +49,9 @@ use Step::*;
 const INDEX: &str = "runs/small/checkpoints/step-00000002/index.json";
 
 pub fn all() -> Vec<Row> {
-    [arguments(), recipes(), provider_configs(), plugins(), data(), super::tokens::rows(), checkpoints(), machine()]
-        .into_iter()
-        .flatten()
-        .collect()
+    let recipes = [recipes(), provider_configs(), plugins(), data(), super::tokens::rows(), checkpoints()];
+    let others = [super::conversions::conversions(), machine()];
+    [arguments()].into_iter().chain(recipes).chain(others).flatten().collect()
 }
 
 fn arguments() -> Vec<Row> {
