@@ -34,7 +34,7 @@ pub(super) fn run(arguments: args::Eval) -> Result<()> {
     model.engine.limit_vocab(corpus.vocab())?;
     let held_out = HeldOut::new(Valid::new(corpus, &recipe)?, &recipe);
     if let Some(path) = &arguments.logits {
-        let batch = held_out.valid().batch(0, recipe.train.micro_batch_size);
+        let batch = held_out.valid().batch(0, recipe.train.micro_batch_size)?;
         write_logits(path, model.engine.as_mut(), batch)?;
     }
     let clock = Instant::now();

@@ -125,7 +125,7 @@ mod tests {
     fn what_is_none_is_refused() {
         assert_eq!(
             parse(br#"{"a": 1, "b": {"c": 1, "c": 2}}"#).unwrap_err(),
-            "key \"c\" stands twice at line 1 column 25"
+            "key \"c\" stands twice at line 1 column 26"
         );
         assert!(parse(b"{} {}").unwrap_err().contains("trailing characters"));
         assert!(parse(b"\xff").unwrap_err().contains("UTF-8"));
