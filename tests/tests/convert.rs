@@ -560,3 +560,53 @@ proptest! {
         refused(folder.path());
     }
 }
+
+#[test]
+fn a_run_is_exported_with_its_tokens_and_without_its_optimizer() {
+    let here = tempfile::tempdir().unwrap();
+    let recipe = "name: small\nmodules: {lm: {provider: nemotron-hybrid, config: {pattern: M-, hidden_size: 16, vocab_size: 260, \
+                  ffn_hidden_size: 16, mamba_num_heads: 2, mamba_head_dim: 16, mamba_num_groups: 1, mamba_state_dim: 8}}}\n\
+                  data: {paths: [text.txt]}\ntrain: {steps: 1, seq_length: 16, global_batch_size: 1}\n\
+                  optimizer: {lr: 1.0e-3}\n";
+    std::fs::write(here.path().join("r.yaml"), recipe).unwrap();
+    std::fs::write(here.path().join("text.txt"), "Some text to train on for a step.\n".repeat(4)).unwrap();
+    providers(&["nemotron-hybrid"]);
+    let gantry = |arguments: &str| {
+        let mut command = std::process::Command::new(gantry_tests::plugins::gantry());
+        command.current_dir(here.path()).args(arguments.split(' ')).env("GANTRY_ALLOW_WRITABLE_PLUGINS", "1");
+        let output = command.output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "{said}");
+        said
+    };
+    gantry("train r.yaml --run-dir run");
+    let said = gantry("convert --from gantry --to hf run folder");
+    assert!(said.contains("tensors of optimizer state are left out"), "{said}");
+    assert!(said.contains("note: tokens 257 to 259 are padding of the vocabulary"), "{said}");
+    let folder = here.path().join("folder");
+    let written = config(&folder);
+    assert_eq!((&written["eos_token_id"], &written["vocab_size"]), (&json!(256), &json!(260)));
+    assert_eq!(written["max_position_embeddings"], 16);
+    let generation = std::fs::read(folder.join("generation_config.json")).unwrap();
+    let generation: Value = serde_json::from_slice(&generation).unwrap();
+    assert_eq!(generation["suppress_tokens"], json!([257, 258, 259]));
+    let tokenizer: Value = serde_json::from_slice(&std::fs::read(folder.join("tokenizer.json")).unwrap()).unwrap();
+    assert_eq!(tokenizer["model"]["vocab"].as_object().unwrap().len(), 257);
+    // The checkpoint alone keeps its tokenizer, and writes text at once; so does what comes back from the folder.
+    gantry("convert --from gantry --to gantry run alone");
+    gantry("convert --from hf --to gantry folder again");
+    for checkpoint in ["alone", "again"] {
+        gantry(&format!("generate --checkpoint {checkpoint} --prompt So --tokens 3"));
+        gantry(&format!(
+            "eval {checkpoint}/recipe.yaml --checkpoint {checkpoint} --data text.txt --logits {checkpoint}.logits"
+        ));
+    }
+    let logits = |name: &str| {
+        let bytes = std::fs::read(here.path().join(name)).unwrap();
+        let file = SafeTensors::deserialize(&bytes).unwrap();
+        let view = file.tensor("logits").unwrap();
+        (view.shape()[1], view.data()[..16 * 260 * 4].to_vec())
+    };
+    assert_eq!(logits("alone.logits").0, 260);
+    assert!(logits("alone.logits") == logits("again.logits"));
+}

@@ -86,18 +86,26 @@ pub struct Known {
     pub generation: Option<Value>,
     /// Tokens are bytes.
     pub bytes: bool,
+    /// Tokens of the tokenizer it was trained with; what the vocabulary has beyond them is padding.
+    pub tokens: Option<usize>,
+    /// The token that ends documents.
+    pub end: Option<u64>,
     /// Tokens of a sequence in training.
     pub seq_length: Option<usize>,
 }
 
-/// Writes `config.json` and `generation_config.json`. `dtype`: of most elements, as `config.json` calls it.
+/// Most tokens of padding that a generation config lists.
+const MOST_PADDING: usize = 4096;
+
+/// Writes `config.json` and `generation_config.json`. `dtype`: of most elements, as `config.json` calls it. Returns what
+/// there is to say about the vocabulary.
 pub fn write(
     folder: &Path,
     kind: &gantry_plugin_api::plan::FolderKind,
     export: &FolderExport,
     known: &Known,
     dtype: &str,
-) -> Result<()> {
+) -> Result<Option<String>> {
     let mut config = Map::new();
     config.insert("architectures".into(), json!([kind.architectures.first()]));
     config.insert("model_type".into(), kind.model_type.as_str().into());
@@ -105,17 +113,28 @@ pub fn write(
     if let Some(length) = known.seq_length {
         config.insert("max_position_embeddings".into(), length.into());
     }
-    if known.bytes {
-        TOKENS.iter().for_each(|key| drop(config.insert(key.to_string(), END_OF_DOCUMENT.into())));
+    if let Some(end) = known.end {
+        TOKENS.iter().for_each(|key| drop(config.insert(key.to_string(), end.into())));
     }
     config.extend(known.carried.clone());
     config.extend(export.config.clone());
-    let generation = known.generation.clone().unwrap_or_else(|| {
+    let mut generation = known.generation.clone().unwrap_or_else(|| {
         let tokens = TOKENS.iter().filter_map(|key| Some((key.to_string(), config.get(*key)?.clone())));
         Value::Object(tokens.collect())
     });
+    // Training gave what is beyond the tokenizer no probability; there the logits are noise.
+    let vocab = config.get("vocab_size").and_then(Value::as_u64).unwrap_or_default() as usize;
+    let padding = known.tokens.map_or(0..0, |tokens| tokens..vocab);
+    let note = (!padding.is_empty()).then(|| {
+        let (first, last) = (padding.start, padding.end - 1);
+        format!("tokens {first} to {last} are padding of the vocabulary, which have logits without a meaning")
+    });
+    if !padding.is_empty() && padding.len() <= MOST_PADDING {
+        generation["suppress_tokens"] = padding.collect();
+    }
     write_json(&folder.join(CONFIG), &Value::Object(config))?;
-    write_json(&folder.join(GENERATION), &generation)
+    write_json(&folder.join(GENERATION), &generation)?;
+    Ok(note)
 }
 
 fn write_json(path: &Path, value: &Value) -> Result<()> {

@@ -22,6 +22,8 @@ pub use element::Element;
 pub use source::{INDEX, SINGLE};
 
 use crate::checkpoint::{CheckpointReader, Meta, PluginEntry, locate};
+use crate::data::END_OF_DOCUMENT;
+use crate::data::tokenizer;
 use crate::failure::{Failure, Result};
 use crate::plugin::PluginSet;
 use crate::recipe::Recipe;
@@ -107,6 +109,8 @@ struct Model {
     /// Of the source, resolved.
     recipe: Option<String>,
     step: u64,
+    /// The tokenizer as its checkpoint describes it.
+    tokenizer: Value,
     /// Tensors of an elastifier may be there.
     elastic: bool,
     notes: Vec<String>,
@@ -193,8 +197,8 @@ pub fn run(request: &Request, plugins: &PluginSet) -> Result<Report> {
             notes.extend(export.notes.iter().cloned());
             let kind = plugins.folder_kinds().find(|(name, _)| *name == model.provider);
             let (_, kind) = kind.ok_or_else(|| Failure::plugin(format!("{} has no folders", model.provider)))?;
-            folder::write(beside.path(), kind, export, &model.known, most)?;
-            tokenizer(request, &model, beside.path(), &mut notes)?;
+            notes.extend(folder::write(beside.path(), kind, export, &model.known, most)?);
+            put_tokenizer(request, &model, beside.path(), &mut notes)?;
         }
         (Format::Megatron, _) => {
             let text = recipe::text(request, plugins, &model)?;
@@ -225,6 +229,7 @@ fn open(request: &Request, plugins: &PluginSet) -> Result<Model> {
                 noted: None,
                 recipe: None,
                 step: 0,
+                tokenizer: Value::Null,
                 elastic: false,
                 notes,
             })
@@ -239,11 +244,19 @@ fn open(request: &Request, plugins: &PluginSet) -> Result<Model> {
             let generation = note["generation_config"].is_object().then(|| note["generation_config"].clone());
             let noted = Noted::from_json(&note["types"]);
             let step = reader.index().step;
-            let known = Known { carried, generation, ..Known::default() };
+            let tokenizer = &reader.index().extra["tokenizer"];
+            let (tokens, end) = (&tokenizer["vocab_size"], &tokenizer["special_tokens"][tokenizer::END]);
+            let (tokens, end, state) = (tokens.as_u64().map(|n| n as usize), end.as_u64(), tokenizer.clone());
+            let known = Known { carried, generation, tokens, end, ..Known::default() };
             let imported = note.is_object();
             let mut model = of_recipe(request, plugins, &parsed, Source::checkpoint(&reader)?, known, noted, step)?;
+            model.tokenizer = state;
             // The recipe of an import says nothing of tokens unless it names a tokenizer.
             model.known.bytes &= !imported;
+            if model.known.bytes {
+                model.known.tokens.get_or_insert(END_OF_DOCUMENT as usize + 1);
+                model.known.end.get_or_insert(END_OF_DOCUMENT as u64);
+            }
             Ok(model)
         }
         Format::Megatron => {
@@ -299,6 +312,7 @@ fn of_recipe(
         noted,
         recipe: Some(parsed.resolved_yaml().to_string()),
         step,
+        tokenizer: Value::Null,
         elastic: module.elastify.is_some(),
         notes: Vec::new(),
     })
@@ -399,13 +413,12 @@ fn to_checkpoint(
         path: plugin.path.display().to_string(),
         sha256: recipe::file_hash(&plugin.path),
     });
-    let meta = Meta {
-        step: model.step,
-        plugins: plugins.collect(),
-        notes: vec![(recipe::FILE.into(), text)],
-        extra,
-        ..Meta::default()
-    };
+    let mut notes = vec![(recipe::FILE.to_string(), text)];
+    if !model.tokenizer.is_null() {
+        extra["tokenizer"] = model.tokenizer.clone();
+        notes.extend(recipe::tokenizer_file(model)?);
+    }
+    let meta = Meta { step: model.step, plugins: plugins.collect(), notes, extra, ..Meta::default() };
     target::checkpoint(path, jobs, meta, bar)?;
     let from = request.tokenizer.as_deref().unwrap_or(&request.source);
     folder::copy_tokenizer(from, &path.join(recipe::TOKENIZER)).map(drop)
@@ -428,15 +441,19 @@ fn types(source: &Source, all: &[Declared], assemblies: &[Assembly<'_>]) -> Note
 }
 
 /// Puts the tokenizer beside an export: the one that is named, the source's, or that of bytes.
-fn tokenizer(request: &Request, model: &Model, to: &Path, notes: &mut Vec<String>) -> Result<()> {
+fn put_tokenizer(request: &Request, model: &Model, to: &Path, notes: &mut Vec<String>) -> Result<()> {
     if let Some(named) = &request.tokenizer {
         if folder::copy_tokenizer(named, to)?.is_empty() {
             return Err(Failure::data(format!("--tokenizer {}: no tokenizer's files are there", named.display())));
         }
         return Ok(());
     }
-    let places =
-        [Some(request.source.clone()), Some(model.source.path().join(recipe::TOKENIZER)), recipe::tokenizer(model)];
+    let places = [
+        Some(request.source.clone()),
+        Some(model.source.path().to_path_buf()),
+        Some(model.source.path().join(recipe::TOKENIZER)),
+        recipe::tokenizer(model),
+    ];
     for place in places.into_iter().flatten() {
         if folder::has_tokenizer(&place) {
             return folder::copy_tokenizer(&place, to).map(drop);

@@ -32,6 +32,18 @@ pub fn tokenizer(model: &Model) -> Option<PathBuf> {
     }
 }
 
+/// The tokenizer's file that a checkpoint holds, if it does: its name and what is in it.
+pub fn tokenizer_file(model: &Model) -> Result<Option<(String, String)>> {
+    const NAME: &str = "tokenizer.json";
+    let path = model.source.path().join(NAME);
+    if !path.is_file() {
+        return Ok(None);
+    }
+    let text = std::fs::read_to_string(&path);
+    let text = text.map_err(|error| Failure::data(format!("cannot read {}: {error}", path.display())))?;
+    Ok(Some((NAME.into(), text)))
+}
+
 /// The recipe of the destination: the source's with the model's config, or one to begin with.
 pub fn text(request: &Request, plugins: &PluginSet, model: &Model) -> Result<String> {
     let bad = |error: &dyn std::fmt::Display| Failure::data(format!("cannot write {FILE}: {error}"));
