@@ -107,6 +107,7 @@ pub fn train(
         })?;
         if step == 1 {
             collect(&team, Kind::Grads, &mut trace)?;
+            collect(&team, Kind::RouterGrads, &mut trace)?;
         }
         let norms = team.all(move |rank| rank.update(&ADAM, StepHyper { lr: 0.02, weight_decay: 0.1, step }))?;
         let sums = &results[0];
@@ -119,8 +120,15 @@ pub fn train(
         ] {
             trace.numbers.push((format!("step {step} {name}"), value));
         }
+        for (label, sums) in &sums.labels {
+            let numbers =
+                [("micro_batches", sums.micro_batches), ("loss", sums.loss), ("choice_loss", sums.choice_loss)];
+            let numbers = numbers.map(|(what, x)| (format!("step {step} {what} of {label}"), x));
+            trace.numbers.extend(numbers);
+        }
     }
     collect(&team, Kind::Params, &mut trace)?;
+    collect(&team, Kind::Router, &mut trace)?;
     collect(&team, Kind::Buffers, &mut trace)?;
     Ok(trace)
 }

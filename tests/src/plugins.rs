@@ -36,7 +36,7 @@ pub fn build_workspace(workspace: &str, name: &str, arguments: &[&str]) -> PathB
 pub fn providers(names: &[&str]) -> gantry::plugin::PluginSet {
     static BUILT: OnceLock<()> = OnceLock::new();
     BUILT.get_or_init(|| {
-        build_here(&["-p", "nemotron-hybrid", "-p", "dense-gpt"]);
+        build_here(&["-p", "nemotron-hybrid", "-p", "dense-gpt", "-p", "flextron"]);
     });
     let search = gantry::plugin::Search::standard(Vec::new());
     gantry::plugin::PluginSet::load(search, names.iter().copied()).unwrap_or_else(|e| panic!("{e}"))

@@ -52,7 +52,7 @@ fn a_plugin_of_1_0_works_in_this_host() {
     assert_eq!(recorded(&old), recorded(&new));
     let setting = AxisSetting { axis: "ffn".into(), layer: None, state: AxisState::Hard { n: 4, gain: 0.5 } };
     let mut elastic = old.elastifier("scripted", &json!({"settings": [setting]})).unwrap();
-    let info = MicroBatchInfo { step: 1, micro_batch: 0, first_sample: 0, samples: 1, training: true };
+    let info = MicroBatchInfo::new(1, 0, 0, 1, true);
     assert_eq!(elastic.begin_micro_batch(&info).unwrap(), [setting]);
 }
 

@@ -89,7 +89,7 @@ fn planted_faults_are_seen(#[case] grid: Grid, #[case] fault: fn(&mut Graph, Pla
 }
 
 /// Sums of a step over one micro-batch, and the largest gradient.
-fn step(spec: &TeamSpec) -> (gantry::train::rank::StepSums, f64) {
+fn step(spec: &TeamSpec) -> (gantry::train::sums::StepSums, f64) {
     let team = Team::<f64>::start(spec).unwrap();
     let sums = team.all(|rank| rank.gradients(1, &[(0, std::sync::Arc::new(batch(1, 0)))])).unwrap().remove(0);
     let tensors = team.gather(Kind::Grads).flat_map(Result::unwrap);

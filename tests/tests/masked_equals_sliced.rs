@@ -6,7 +6,8 @@
 use gantry::data::Batch;
 use gantry::mesh::Grid;
 use gantry::model::ParamTable;
-use gantry::train::rank::{Elastic, StepSums};
+use gantry::train::rank::Elastic;
+use gantry::train::sums::StepSums;
 use gantry::train::team::{Kind, Team};
 use gantry_kernels::philox::Stream;
 use gantry_plugin_api::plan::{AxisSetting, AxisState, ModelPlan, Stage};

@@ -45,7 +45,7 @@ fn a_plan_and_a_forward_come_through() {
 }
 
 fn info(micro_batch: u64) -> MicroBatchInfo {
-    MicroBatchInfo { step: 1, micro_batch, first_sample: 0, samples: 1, training: true }
+    MicroBatchInfo::new(1, micro_batch, 0, 1, true)
 }
 
 #[test]

@@ -149,7 +149,7 @@ fn an_impure_forward_is_found_by_recording_twice() {
 fn elastifiers_misbehave_the_same_way(#[case] how: &str, #[case] sentence: &str) {
     let set = set();
     let plan = plan_of_a_good_model(&set);
-    let info = MicroBatchInfo { step: 1, micro_batch: 0, first_sample: 0, samples: 1, training: true };
+    let info = MicroBatchInfo::new(1, 0, 0, 1, true);
     let mut elastic = set.elastifier("misbehave-elastic", &json!({"how": how})).unwrap();
     let result = elastic.plan(&plan).map(drop);
     let result = result.and_then(|()| elastic.begin_micro_batch(&info).map(drop));

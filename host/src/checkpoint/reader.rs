@@ -68,6 +68,11 @@ impl CheckpointReader {
         self.by_name.get(name).map(|place| &self.index.tensors[place.entry])
     }
 
+    /// Whether there is a tensor of such a name.
+    pub fn holds(&self, wanted: impl Fn(&str) -> bool) -> bool {
+        self.index.tensors.iter().any(|tensor| wanted(&tensor.name))
+    }
+
     /// Checks, before anything is read, that the checkpoint has what a model takes and nothing else: names, shapes, and the
     /// element type unless it may be converted. Tensors that `may_stay` allows need not be taken.
     pub fn expect(

@@ -3,6 +3,7 @@
 use crate::checkpoint::{self, CheckpointReader, Meta};
 use crate::failure::{Failure, Result};
 use crate::recipe::{Overrides, Recipe};
+use crate::train::engine::stays;
 use crate::train::{Engine, TOKENIZER_FILE, changes, engine};
 use gantry_plugin_api::plan::ProviderKind;
 use std::path::{Path, PathBuf};
@@ -63,6 +64,6 @@ pub(super) fn load(recipe: &Recipe, mut reader: CheckpointReader) -> Result<Mode
     let mut engine = engine::create_forward(recipe, plugins)?;
     engine.load_weights(&mut reader)?;
     let (checkpoint, step) = (reader.folder().to_path_buf(), reader.index().step);
-    reader.finish(|name| name.starts_with("optimizer."))?;
+    reader.finish(stays)?;
     Ok(Model { engine, checkpoint, step })
 }

@@ -61,7 +61,7 @@ pub(super) fn run(arguments: args::Rank) -> Result<()> {
     };
     let meta = model::with_tokenizer(&reader, meta)?;
     ranking.sort(&mut reader, &mut writer)?;
-    reader.finish(|name| name.starts_with("optimizer."))?;
+    reader.finish(engine::stays)?;
     writer.complete(&arguments.out, meta)?;
     if arguments.json {
         return print(&format!("{report:#}\n"));

@@ -7,7 +7,8 @@ use crate::error::Error;
 use crate::failure::{Failure, Result};
 use crate::model::submodel::{kept, submodel};
 use crate::train::engine;
-use gantry_plugin_api::plan::{AxisSetting, AxisState, ModelPlan, Submodel};
+use crate::train::router::Router;
+use gantry_plugin_api::plan::{AxisSetting, AxisState, ModelPlan, Occasion, Submodel};
 use serde_json::{Map, Value, json};
 use std::fmt::Write;
 
@@ -21,7 +22,7 @@ pub(super) fn run(arguments: args::Slice) -> Result<()> {
 
     let mut settings = match arguments.budget {
         None => Vec::new(),
-        Some(budget) => widths(&spec, &plan, budget)?,
+        Some(budget) => widths(&mut reader, &spec, &plan, budget)?,
     };
     let setting = |axis: &str, layer, n| AxisSetting { axis: axis.into(), layer, state: AxisState::Slice { n } };
     settings.extend(arguments.width.iter().map(|width| setting(&width.axis, width.layer, width.units)));
@@ -46,7 +47,7 @@ pub(super) fn run(arguments: args::Slice) -> Result<()> {
     let mut writer = CheckpointWriter::alone(&arguments.out)?;
     let kept = cut_all(&mut reader, &mut writer, &plan, &small, &submodel)?;
     let before: usize = whole(&plan)?.params.iter().map(|entry| entry.stored.len).sum();
-    reader.finish(|name| name.starts_with("optimizer."))?;
+    reader.finish(engine::stays)?;
     writer.complete(&arguments.out, meta)?;
 
     let out = arguments.out.display().to_string();
@@ -66,15 +67,26 @@ pub(super) fn run(arguments: args::Slice) -> Result<()> {
     print(&report)
 }
 
-/// What the elastifier of a recipe keeps for a budget.
-fn widths(spec: &crate::train::team::TeamSpec, plan: &ModelPlan, budget: f64) -> Result<Vec<AxisSetting>> {
+/// What the elastifier of a recipe keeps for a budget; its router as it was trained.
+fn widths(
+    reader: &mut CheckpointReader,
+    spec: &crate::train::team::TeamSpec,
+    plan: &ModelPlan,
+    budget: f64,
+) -> Result<Vec<AxisSetting>> {
     let crate::train::team::ElasticSpec::Plugin { provider, config } = &spec.elastic else {
         return Err(Failure::recipe("--budget: the recipe of the checkpoint has no elastifier")
             .remedy("give widths with --width and --drop-layer"));
     };
     let mut elastifier = spec.plugins.elastifier(provider, config)?;
-    elastifier.plan(plan)?;
-    Ok(elastifier.widths(budget)?)
+    let wants = elastifier.plan(plan)?;
+    match Router::<f64>::new(&wants, &elastifier, spec.seed, false)? {
+        None => Ok(elastifier.widths(budget)?),
+        Some(mut router) => {
+            router.load(reader)?;
+            Ok(router.settings(&mut elastifier, &Occasion::Budget(budget))?.settings)
+        }
+    }
 }
 
 /// Writes what remains of every tensor under its name in the smaller model. Returns the number of its parameters.

@@ -5,8 +5,10 @@ use super::watch::watch;
 use gantry_plugin_api::abi::host::HostObject;
 use gantry_plugin_api::abi::tables::PluginTableRef;
 use gantry_plugin_api::abi::types::{Ctx, Object, Reply};
-use gantry_plugin_api::plan::{AxisSetting, ElasticPlan, MicroBatchInfo, ModelPlan, ProviderKind, Stage, Submodel};
-use gantry_plugin_api::sdk::{Error, HookEvent, HostCalls, check_settings};
+use gantry_plugin_api::plan::{
+    AxisSetting, Choice, ElasticPlan, MicroBatchInfo, ModelPlan, Occasion, ProviderKind, Stage, Submodel, Values,
+};
+use gantry_plugin_api::sdk::{Error, HookEvent, HostCalls, check_choice, check_settings, check_values};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::rc::Rc;
@@ -160,11 +162,12 @@ fn visit<T>(
 }
 
 /// An instance of an elastifier.
-pub struct ElastifierInstance(Owned);
+pub struct ElastifierInstance(Owned, &'static HostObject);
 
 impl ElastifierInstance {
     pub(super) fn create(name: &str, table: PluginTableRef, config: &serde_json::Value) -> Result<Self> {
-        Owned::create(name, table, ProviderKind::Elastifier, config).map(ElastifierInstance)
+        let owned = Owned::create(name, table, ProviderKind::Elastifier, config)?;
+        Ok(ElastifierInstance(owned, HostObject::leak(name)))
     }
 
     pub fn name(&self) -> &str {
@@ -175,7 +178,9 @@ impl ElastifierInstance {
     pub fn plan(&mut self, target: &ModelPlan) -> Result<ElasticPlan> {
         let target = self.0.json_out(target)?;
         let json = self.0.call("plan", |table, object| table.elastifier_plan()(object, target.as_str().into()))?;
-        self.0.json_in("elastic plan", &json)
+        let plan: ElasticPlan = self.0.json_in("elastic plan", &json)?;
+        plan.router.iter().try_for_each(ModelPlan::check).map_err(|e| self.0.error(e))?;
+        Ok(plan)
     }
 
     /// States of the axes that are not full, for one micro-batch.
@@ -183,6 +188,32 @@ impl ElastifierInstance {
         let info = self.0.json_out(info)?;
         let json = self.0.call("begin_micro_batch", |t, object| t.elastifier_begin()(object, info.as_str().into()))?;
         self.settings(&json)
+    }
+
+    /// Has it record its router into `calls`.
+    pub fn forward(&self, calls: &mut dyn HostCalls) -> Result<()> {
+        visit(&self.0, self.1, "forward", calls, |table, object, ctx| table.elastifier_forward()(object, ctx))
+    }
+
+    /// Inputs of its router's program.
+    pub fn router_inputs(&mut self, occasion: &Occasion) -> Result<Values> {
+        let occasion = self.0.json_out(occasion)?;
+        let json = self.0.call("router_inputs", |t, object| t.elastifier_inputs()(object, occasion.as_str().into()))?;
+        let inputs = self.0.json_in("router inputs", &json)?;
+        check_values("router_inputs", &inputs).map_err(|e| self.0.error(e))?;
+        Ok(inputs)
+    }
+
+    /// What it makes of its router's outputs.
+    pub fn choose(&mut self, occasion: &Occasion, outputs: &Values) -> Result<Choice> {
+        let (occasion, outputs) = (self.0.json_out(occasion)?, self.0.json_out(outputs)?);
+        let call = |t: PluginTableRef, object| {
+            t.elastifier_choose()(object, occasion.as_str().into(), outputs.as_str().into())
+        };
+        let json = self.0.call("choose", call)?;
+        let choice = self.0.json_in("choice", &json)?;
+        check_choice(&choice).map_err(|e| self.0.error(e))?;
+        Ok(choice)
     }
 
     /// Hard widths for a budget.

@@ -31,6 +31,8 @@ pub enum Place {
 pub struct States {
     pub keys: BTreeMap<Place, StateKey>,
     pub data: BTreeMap<String, Vec<f64>>,
+    /// Of which setting an input's numbers are.
+    pub settings: BTreeMap<String, usize>,
 }
 
 /// Input name of a state's numbers.
@@ -47,7 +49,7 @@ impl States {
     pub fn resolve(plan: &ModelPlan, settings: &[AxisSetting]) -> Result<States> {
         let mut states = States::default();
         let layers: Vec<usize> = plan.blocks.iter().filter_map(|block| block.layer).collect();
-        for setting in settings {
+        for (number, setting) in settings.iter().enumerate() {
             let (places, size) = places(plan, &layers, setting)?;
             let (key, data) = key(setting, size)?;
             for place in places {
@@ -58,6 +60,7 @@ impl States {
                     Some(key) => {
                         if let Some(data) = &data {
                             states.data.insert(input_name(&place), data.clone());
+                            states.settings.insert(input_name(&place), number);
                         }
                         states.keys.insert(place, key.clone());
                     }

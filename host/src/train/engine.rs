@@ -3,7 +3,8 @@
 use super::guard::Diagnosis;
 use super::rank::Rank;
 use super::record::{Distillation, KD_LOSS};
-use super::team::{ElasticSpec, Kind, TeacherSpec, Team, TeamSpec};
+use super::sums::LabelSums;
+use super::team::{ELASTIFIER, ElasticSpec, Kind, TeacherSpec, Team, TeamSpec};
 use super::{Engine, Hyper, LossSums, StepReport};
 use crate::checkpoint::{CheckpointReader, ElementType, PluginEntry, Staging};
 use crate::data::Batch;
@@ -217,8 +218,10 @@ impl<T: Element> TeamEngine<T> {
         let micro_batches = recipe.train.global_batch_size / recipe.train.micro_batch_size;
         let team = Team::start(spec)?;
         let factors = multipliers::resolve(&team.plan, &recipe.optimizer.multipliers)?;
+        let run = (recipe.train.steps, micro_batches as u64);
         team.all(move |rank| {
             multipliers::apply(&factors, &mut rank.model.table);
+            rank.run = run;
             Ok(())
         })?;
         let seq_length = recipe.train.seq_length;
@@ -230,13 +233,36 @@ impl<T: Element> TeamEngine<T> {
     }
 }
 
+impl<T: Element> TeamEngine<T> {
+    /// What a label's micro-batches did, for the metrics: losses per token.
+    fn of_label(&self, sums: &LabelSums) -> Value {
+        let per_token = |sum: f64| sum / sums.tokens.max(1.0);
+        let mut report = json!({
+            "micro_batches": sums.micro_batches,
+            "lm_loss": per_token(sums.loss),
+            "budget_loss": sums.choice_loss / sums.micro_batches,
+            "params": sums.params / sums.micro_batches,
+        });
+        if let Some(kd_loss) = sums.kd_loss {
+            report["kd_loss"] = json!(per_token(kd_loss));
+        }
+        report
+    }
+}
+
 /// A rank's micro-batches of a step.
 fn share<T: Element>(batches: &[(usize, Arc<Batch>)], rank: &Rank<T>) -> Vec<(usize, Arc<Batch>)> {
     batches.iter().filter(|(i, _)| i % rank.model.grid.dp == rank.model.place.dp).cloned().collect()
 }
 
 /// Kinds of tensors in a checkpoint.
-const KINDS: [Kind; 4] = [Kind::Params, Kind::Buffers, Kind::ExpAvg, Kind::ExpAvgSq];
+const KINDS: [Kind; 7] =
+    [Kind::Params, Kind::Buffers, Kind::ExpAvg, Kind::ExpAvgSq, Kind::Router, Kind::RouterExpAvg, Kind::RouterExpAvgSq];
+
+/// Whether who loads weights may leave a tensor of the checkpoint where it is.
+pub fn stays(name: &str) -> bool {
+    name.starts_with("optimizer.") || name.starts_with(ELASTIFIER)
+}
 
 /// Tokens of the shortest program for logits.
 const SHORTEST: usize = 64;
@@ -275,6 +301,10 @@ impl<T: Element> Engine for TeamEngine<T> {
             let sum = metrics.get(name).and_then(Value::as_f64).unwrap_or(0.0);
             // A metric is the mean over the step's micro-batches.
             metrics.insert(name.clone(), json!(sum + value / self.micro_batches as f64));
+        }
+        if !sums.labels.is_empty() {
+            let labels = sums.labels.iter().map(|(label, sums)| (label.clone(), self.of_label(sums)));
+            metrics.insert("budgets".into(), Value::Object(labels.collect()));
         }
         Ok(StepReport {
             loss_sum: sums.loss,
@@ -327,11 +357,24 @@ impl<T: Element> Engine for TeamEngine<T> {
     }
 
     fn load_teacher(&mut self, reader: &mut CheckpointReader) -> Result<()> {
-        self.team.load(reader, &[Kind::Teacher, Kind::TeacherBuffers], None, |name| name.starts_with("optimizer."))
+        self.team.load(reader, &[Kind::Teacher, Kind::TeacherBuffers], None, stays)?;
+        if reader.holds(|name| name.starts_with(ELASTIFIER)) {
+            tracing::info!("the teacher is a plain model: the elastifier of its checkpoint is left out");
+        }
+        Ok(())
     }
 
     fn load_weights(&mut self, reader: &mut CheckpointReader) -> Result<()> {
-        self.team.load(reader, &[Kind::Params, Kind::Buffers], None, |name| name.starts_with("optimizer."))
+        let elastic = reader.holds(|name| name.starts_with(ELASTIFIER));
+        let routed = self.team.has_router();
+        let kinds = if elastic && routed { &[Kind::Params, Kind::Buffers, Kind::Router][..] } else { &KINDS[..2] };
+        self.team.load(reader, kinds, None, stays)?;
+        match (elastic, routed) {
+            (true, false) => tracing::info!("a plain model: the elastifier of the checkpoint is left out"),
+            (false, true) => tracing::info!("the checkpoint has no elastifier: its router begins anew"),
+            _ => {}
+        }
+        Ok(())
     }
 
     fn evaluate(&mut self, step: u64, batches: Vec<Batch>) -> Result<LossSums> {

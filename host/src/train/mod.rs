@@ -49,6 +49,8 @@ pub mod rank;
 pub mod record;
 pub mod reproduction;
 pub mod room;
+pub mod router;
+pub mod sums;
 pub mod team;
 
 pub use evaluate::LossSums;
@@ -452,7 +454,7 @@ fn parameters_of(path: &std::path::Path, load: impl FnOnce(&mut CheckpointReader
     let mut reader = CheckpointReader::open(&locate(path)?)?;
     load(&mut reader)?;
     let from = origin(&reader);
-    reader.finish(|name| name.starts_with("optimizer."))?;
+    reader.finish(engine::stays)?;
     Ok(from)
 }
 

@@ -5,7 +5,9 @@
 use super::diagnose::Watch;
 use super::importance::Importance;
 use super::loads::Loads;
-use super::record::{Compiled, Distillation, LOGITS_ROW, Mode, Signature, StageModel, TEACHER_HIDDEN};
+use super::record::{Compiled, Distillation, KD_LOSS, LOGITS_ROW, Mode, Signature, StageModel, TEACHER_HIDDEN};
+use super::router::{Chosen, Router};
+use super::sums::StepSums;
 use crate::comm::Group;
 use crate::data::Batch;
 use crate::error::{Error, Result};
@@ -18,7 +20,7 @@ use crate::program::replay::{Arena, Memory, Phase};
 use crate::program::states::States;
 use crate::schedule::{Turn, one_forward_one_backward};
 use gantry_kernels::Element;
-use gantry_plugin_api::plan::{AxisSetting, MicroBatchInfo};
+use gantry_plugin_api::plan::{AxisSetting, MicroBatchInfo, Occasion};
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::Instant;
@@ -39,22 +41,6 @@ pub enum Elastic {
     /// The same settings for every micro-batch.
     Fixed(Vec<AxisSetting>),
     Plugin(Box<ElastifierInstance>),
-}
-
-/// Sums over the micro-batches of a step, over all ranks once finished.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct StepSums {
-    /// Cross entropy over unmasked tokens, nats.
-    pub loss: f64,
-    pub tokens: f64,
-    /// Every term of the objective, already weighted, per token.
-    pub objective: f64,
-    /// Terms other than the cross entropy, weighted, by name.
-    pub terms: BTreeMap<String, f64>,
-    /// One-element metrics of providers and operators: sums over micro-batches.
-    pub metrics: BTreeMap<String, f64>,
-    /// Mean over routers of the largest expert's load over the mean load.
-    pub load_max_over_mean: Option<f64>,
 }
 
 /// One rank's model and state.
@@ -88,6 +74,10 @@ pub struct Rank<T> {
     pub(super) importance: Option<Importance>,
     /// The frozen model this one learns from.
     pub teacher: Option<Teacher<T>>,
+    /// What the elastifier chooses by.
+    pub router: Option<Router<T>>,
+    /// The run's steps and its micro-batches of a step, where there is a run.
+    pub run: (u64, u64),
     check_purity: bool,
 }
 
@@ -101,6 +91,8 @@ pub struct Teacher<T> {
 pub(super) struct Live<T> {
     pub(super) signature: Signature,
     pub(super) arena: Arena<T>,
+    /// What an elastifier's router chose.
+    chosen: Option<Chosen>,
 }
 
 impl<T: Element> Rank<T> {
@@ -147,6 +139,8 @@ impl<T: Element> Rank<T> {
             watch: None,
             importance: None,
             teacher,
+            router: None,
+            run: (0, 0),
             check_purity,
         })
     }
@@ -162,13 +156,19 @@ impl<T: Element> Rank<T> {
         self.programs.len()
     }
 
-    fn states(&mut self, info: &MicroBatchInfo) -> Result<States> {
-        let settings = match &mut self.elastic {
-            Elastic::Off => return Ok(States::default()),
-            Elastic::Fixed(settings) => settings.clone(),
-            Elastic::Plugin(elastifier) => elastifier.begin_micro_batch(info)?,
+    /// States of a micro-batch, and what a router chose if it was asked; `share`: of the step's tokens.
+    fn states(&mut self, mode: Mode, info: &MicroBatchInfo, share: f64) -> Result<(States, Option<Chosen>)> {
+        let settings = match (&mut self.elastic, &mut self.router) {
+            (Elastic::Off, _) => return Ok(Default::default()),
+            (Elastic::Fixed(settings), _) => settings.clone(),
+            (Elastic::Plugin(elastifier), Some(router)) if mode == Mode::Train => {
+                let occasion = Occasion::MicroBatch(*info);
+                let (states, chosen) = router.begin(elastifier, &self.model.plan, &occasion, share)?;
+                return Ok((states, Some(chosen)));
+            }
+            (Elastic::Plugin(elastifier), _) => elastifier.begin_micro_batch(info)?,
         };
-        States::resolve(&self.model.plan, &settings)
+        Ok((States::resolve(&self.model.plan, &settings)?, None))
     }
 
     /// Records the signature's program if this is its first sight.
@@ -209,7 +209,8 @@ impl<T: Element> Rank<T> {
             }
             _ => None,
         };
-        let states = self.states(info)?;
+        let tokens = batch.loss_mask.iter().map(|&m| f64::from(m)).sum::<f64>();
+        let (states, chosen) = self.states(mode, info, tokens / tokens_of_step)?;
         let signature = Signature {
             mode,
             tokens: batch.tokens.len(),
@@ -234,7 +235,6 @@ impl<T: Element> Rank<T> {
             // What a kernel leaves as it was must not look like what it wrote.
             arena.act.fill(T::ZERO);
         }
-        let tokens = batch.loss_mask.iter().map(|&m| f64::from(m)).sum::<f64>();
         for (name, &id) in &program.graph.inputs {
             match name.as_str() {
                 "tokens" => program.get_int_mut(&mut arena, id).copy_from_slice(&batch.tokens),
@@ -299,7 +299,7 @@ impl<T: Element> Rank<T> {
         if let Some((id, _)) = compiled.sent {
             self.groups.pp.send(self.groups.pp.rank() + 1, program.get(&arena, id))?;
         }
-        Ok(Live { signature, arena })
+        Ok(Live { signature, arena, chosen })
     }
 
     /// Adds a finished forward's numbers to the sums.
@@ -314,6 +314,9 @@ impl<T: Element> Rank<T> {
             let loss = one(id);
             sums.loss += loss;
             sums.tokens += tokens;
+            if let Some(chosen) = &live.chosen {
+                sums.chose(chosen, loss, tokens, tokens_of_step);
+            }
         }
         for term in &program.graph.losses {
             let weight = match term.share {
@@ -323,6 +326,9 @@ impl<T: Element> Rank<T> {
             let value = one(term.value) * weight;
             if first_tp {
                 sums.objective += value;
+                if let Some(chosen) = live.chosen.as_ref().filter(|_| *term.name == *KD_LOSS) {
+                    sums.of(chosen).kd_loss = Some(sums.of(chosen).kd_loss.unwrap_or(0.0) + one(term.value));
+                }
                 if Some(term.value) != *loss {
                     *sums.terms.entry(term.name.to_string()).or_default() += value;
                 }
@@ -338,7 +344,8 @@ impl<T: Element> Rank<T> {
         }
     }
 
-    fn backward(&mut self, index: usize, live: &mut Live<T>) -> Result<()> {
+    /// `index`: of the micro-batch within the step, `nth`: on this rank.
+    fn backward(&mut self, index: usize, nth: usize, live: &mut Live<T>) -> Result<()> {
         let Some(compiled) = self.programs.get(&live.signature) else { return Ok(()) };
         let Compiled { program, received, sent, state_grads, .. } = compiled;
         if let Some((_, Some(grad))) = *sent {
@@ -358,11 +365,21 @@ impl<T: Element> Rank<T> {
         }
         for (name, id) in state_grads {
             let grad = program.get(&live.arena, *id).iter().map(|x| x.to_f64());
+            let grad: Vec<f64> = grad.collect();
+            if let Some(router) = &mut self.router {
+                router.add(nth, name, &grad);
+            }
             let sum = self.state_gradients.entry(name.clone()).or_default();
             sum.resize(program.graph.value(*id).len(), 0.0);
             sum.iter_mut().zip(grad).for_each(|(sum, x)| *sum += x);
         }
         Ok(())
+    }
+
+    /// What an elastifier hears of a micro-batch of training.
+    fn info(&self, step: u64, index: usize, batch: &Batch) -> MicroBatchInfo {
+        let (steps, micro_batches) = self.run;
+        MicroBatchInfo { steps, micro_batches, seed: self.model.seed, ..info(step, index, batch, true) }
     }
 
     /// What this rank does from now on, for the log.
@@ -380,6 +397,7 @@ impl<T: Element> Rank<T> {
         self.grads.fill(T::ZERO);
         self.state_gradients.clear();
         self.loads.clear();
+        self.router.iter_mut().for_each(Router::clear);
         let mut count = [batches.iter().flat_map(|b| &b.1.loss_mask).map(|&m| f64::from(m)).sum::<f64>()];
         self.groups.dp.all_reduce_f64(&mut count)?;
         let tokens = count[0].max(1.0);
@@ -391,7 +409,7 @@ impl<T: Element> Rank<T> {
                 Turn::Forward(i) => {
                     let (index, batch) = &batches[i];
                     let _span = self.span(*index, "forward");
-                    let info = info(step, *index, batch, true);
+                    let info = self.info(step, *index, batch);
                     let micro_batch = self.forward(Mode::Train, batch, &info, tokens)?;
                     self.collect(&micro_batch, batch, tokens, &mut sums);
                     live.push_back(micro_batch);
@@ -400,7 +418,7 @@ impl<T: Element> Rank<T> {
                 Turn::Backward(i) => {
                     if let Some(mut micro_batch) = live.pop_front() {
                         let _span = self.span(batches[i].0, "backward");
-                        self.backward(batches[i].0, &mut micro_batch)?;
+                        self.backward(batches[i].0, i, &mut micro_batch)?;
                         self.give_back(micro_batch);
                     }
                 }
@@ -409,26 +427,26 @@ impl<T: Element> Rank<T> {
         let (tp, dp) = (self.groups.tp.as_ref(), self.groups.dp.as_ref());
         update::finalise(&self.model.table, &self.partial, &mut self.grads, tp, dp)?;
         self.loads.all_reduce(tp, dp)?;
+        if let Some(router) = &mut self.router {
+            router.finish(&self.groups)?;
+        }
         self.reduce(sums)
     }
 
     /// Sums reports over ranks: the terms of every stage, once per tp group.
-    fn reduce(&mut self, mut sums: StepSums) -> Result<StepSums> {
-        let (mut ratios, mut routers) = (0.0, 0.0);
-        for ratio in self.loads.max_over_mean() {
-            (ratios, routers) = (ratios + ratio, routers + 1.0);
-        }
-        let here = if self.model.place.tp == 0 && self.model.place.dp == 0 { 1.0 } else { 0.0 };
-        let mut numbers = [sums.loss, sums.tokens, sums.objective, here * ratios, here * routers];
-        self.groups.world.all_reduce_f64(&mut numbers)?;
-        (sums.loss, sums.tokens, sums.objective) = (numbers[0], numbers[1], numbers[2]);
-        sums.load_max_over_mean = (numbers[4] > 0.0).then(|| numbers[3] / numbers[4]);
-        Ok(sums)
+    fn reduce(&mut self, sums: StepSums) -> Result<StepSums> {
+        let here = self.model.place.tp == 0 && self.model.place.dp == 0;
+        let ratios: Vec<f64> = self.loads.max_over_mean().filter(|_| here).collect();
+        let labels = self.router.as_ref().map_or(&[][..], |router| &router.labels);
+        sums.reduced(&ratios, labels, self.groups.world.as_ref())
     }
 
     /// Norm of the gradients over all ranks before clipping, and what clipping multiplies them by.
     pub fn grad_norm(&mut self, config: &AdamConfig) -> Result<f64> {
         let mut square = [update::square(&self.model.table, &self.grads, self.model.place.tp)];
+        if let Some(router) = self.router.as_ref().filter(|_| self.model.place.tp == 0 && self.model.place.pp == 0) {
+            square[0] += router.square();
+        }
         self.groups.tp.all_reduce_f64(&mut square)?;
         self.groups.pp.all_reduce_f64(&mut square)?;
         let (scale, norm) = update::clip(config, square[0]);
@@ -439,11 +457,17 @@ impl<T: Element> Rank<T> {
     /// Updates parameters and buffers by the clipped gradients of the step; [`Rank::grad_norm`] comes first. If the norm
     /// is not finite nothing changes.
     pub fn apply(&mut self, config: &AdamConfig, hyper: StepHyper) {
-        // A frozen model keeps its values: weight decay would change them without a gradient.
-        if !self.scale.is_finite() || self.model.frozen {
+        if !self.scale.is_finite() {
             return;
         }
         let clock = Instant::now();
+        if let Some(router) = &mut self.router {
+            router.apply(config, hyper, self.scale);
+        }
+        // A frozen model keeps its values: weight decay would change them without a gradient.
+        if self.model.frozen {
+            return;
+        }
         let (table, scale) = (&self.model.table, self.scale);
         let cost = update::apply(config, hyper, table, scale, &self.grads, &mut self.params, &mut self.moments);
         if let Some(profile) = &mut self.profile {
@@ -528,11 +552,5 @@ fn grow<E: Copy + Default>(buffer: &mut Vec<E>, len: usize, what: &str) -> Resul
 }
 
 pub(super) fn info(step: u64, index: usize, batch: &Batch, training: bool) -> MicroBatchInfo {
-    MicroBatchInfo {
-        step,
-        micro_batch: index as u64,
-        first_sample: batch.first_sample,
-        samples: batch.samples as u64,
-        training,
-    }
+    MicroBatchInfo::new(step, index as u64, batch.first_sample, batch.samples as u64, training)
 }

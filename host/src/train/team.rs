@@ -5,6 +5,7 @@
 
 use super::rank::{Elastic, Groups, Rank, Teacher};
 use super::record::{Distillation, StageModel, Tamper};
+use super::router::Router;
 use crate::checkpoint::{CheckpointReader, ElementType, LogicalTensor, TensorData};
 use crate::comm::{Group, threads};
 use crate::error::{Cause, Error, Result};
@@ -15,7 +16,7 @@ use crate::model::params::Stored;
 use crate::plugin::PluginSet;
 use crate::schedule::cut;
 use gantry_kernels::Element;
-use gantry_plugin_api::plan::{AxisSetting, ModelPlan, Stage};
+use gantry_plugin_api::plan::{AxisSetting, ElasticPlan, ModelPlan, Stage};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, Sender, channel, sync_channel};
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
@@ -73,6 +74,11 @@ pub enum Kind {
     /// Parameters and buffers of the teacher.
     Teacher,
     TeacherBuffers,
+    /// Of the router that an elastifier chooses by.
+    Router,
+    RouterGrads,
+    RouterExpAvg,
+    RouterExpAvgSq,
 }
 
 impl Kind {
@@ -83,6 +89,10 @@ impl Kind {
             Kind::Grads => "grad.",
             Kind::ExpAvg => "optimizer.exp_avg.",
             Kind::ExpAvgSq => "optimizer.exp_avg_sq.",
+            Kind::Router => ELASTIFIER,
+            Kind::RouterGrads => "grad.elastifier.",
+            Kind::RouterExpAvg => "optimizer.exp_avg.elastifier.",
+            Kind::RouterExpAvgSq => "optimizer.exp_avg_sq.elastifier.",
         }
     }
 
@@ -93,7 +103,14 @@ impl Kind {
     fn is_of_teacher(self) -> bool {
         matches!(self, Kind::Teacher | Kind::TeacherBuffers)
     }
+
+    fn is_of_router(self) -> bool {
+        matches!(self, Kind::Router | Kind::RouterGrads | Kind::RouterExpAvg | Kind::RouterExpAvgSq)
+    }
 }
+
+/// What names of an elastifier's parameters begin with in a checkpoint. A model without it leaves them there.
+pub const ELASTIFIER: &str = "elastifier.";
 
 type Job<T> = Box<dyn FnOnce(&mut Rank<T>) + Send>;
 
@@ -101,6 +118,8 @@ type Job<T> = Box<dyn FnOnce(&mut Rank<T>) + Send>;
 pub struct Team<T> {
     pub plan: ModelPlan,
     teacher: Option<ModelPlan>,
+    /// Of the elastifier, if it has one.
+    router: Option<ModelPlan>,
     pub grid: Grid,
     jobs: Vec<Sender<Job<T>>>,
     threads: Vec<JoinHandle<()>>,
@@ -141,6 +160,8 @@ impl<T: Element> Team<T> {
         spec.grid.check()?;
         let student = Cut::of(spec, &spec.provider, &spec.config)?;
         let teacher = student.of_teacher(spec)?;
+        // What it refuses shows before the first thread starts, too.
+        let router = elastic(spec, &student.plan)?.1.router;
         let mut groups = groups::<T>(spec.grid, spec.timeout);
         let mut of_teacher = teacher.as_ref().map(|_| self::groups::<T>(spec.grid, spec.timeout)).unwrap_or_default();
         let (mut jobs, mut handles, mut ready) = (Vec::new(), Vec::new(), Vec::new());
@@ -178,6 +199,7 @@ impl<T: Element> Team<T> {
         let team = Team {
             plan: student.plan,
             teacher: teacher.map(|teacher| teacher.plan),
+            router,
             grid: spec.grid,
             jobs,
             threads: handles,
@@ -225,16 +247,25 @@ impl<T: Element> Team<T> {
         vocab(&self.plan)
     }
 
+    /// Whether an elastifier chooses by a router.
+    pub fn has_router(&self) -> bool {
+        self.router.is_some()
+    }
+
     /// Number of tensors of a kind; they are gathered by number.
     fn count(&self, kind: Kind) -> usize {
         let plan = self.plan_of(kind);
         if kind.is_buffers() { plan.buffers.len() } else { plan.params.len() }
     }
 
-    /// The plan that declares tensors of a kind; an empty one where there is no teacher.
+    /// The plan that declares tensors of a kind; an empty one where there is no teacher or router.
     fn plan_of(&self, kind: Kind) -> &ModelPlan {
         static NONE: LazyLock<ModelPlan> = LazyLock::new(ModelPlan::default);
-        if kind.is_of_teacher() { self.teacher.as_ref().unwrap_or(&NONE) } else { &self.plan }
+        match kind {
+            _ if kind.is_of_teacher() => self.teacher.as_ref().unwrap_or(&NONE),
+            _ if kind.is_of_router() => self.router.as_ref().unwrap_or(&NONE),
+            _ => &self.plan,
+        }
     }
 
     /// One declared tensor in logical order, from the ranks that hold it; none if another, tied one stands for it.
@@ -396,6 +427,9 @@ fn stored(table: &ParamTable, kind: Kind, index: usize) -> Option<&Stored> {
 }
 
 fn table<T: Element>(rank: &Rank<T>, kind: Kind) -> Result<&ParamTable> {
+    if kind.is_of_router() {
+        return rank.router.as_ref().map(|router| &router.table).ok_or_else(no_router);
+    }
     match &rank.teacher {
         _ if !kind.is_of_teacher() => Ok(&rank.model.table),
         Some(teacher) => Ok(&teacher.rank.model.table),
@@ -413,6 +447,10 @@ fn data<T: Element>(rank: &Rank<T>, kind: Kind) -> Result<&[T]> {
         Kind::Buffers => &rank.buffers,
         Kind::Teacher => &teacher.ok_or_else(no_teacher)?.params,
         Kind::TeacherBuffers => &teacher.ok_or_else(no_teacher)?.buffers,
+        Kind::Router => &rank.router.as_ref().ok_or_else(no_router)?.params,
+        Kind::RouterGrads => &rank.router.as_ref().ok_or_else(no_router)?.grads,
+        Kind::RouterExpAvg => &rank.router.as_ref().ok_or_else(no_router)?.moments.exp_avg,
+        Kind::RouterExpAvgSq => &rank.router.as_ref().ok_or_else(no_router)?.moments.exp_avg_sq,
     })
 }
 
@@ -426,7 +464,15 @@ fn data_mut<T: Element>(rank: &mut Rank<T>, kind: Kind) -> Result<&mut [T]> {
         Kind::Buffers => &mut rank.buffers,
         Kind::Teacher => &mut teacher.ok_or_else(no_teacher)?.params,
         Kind::TeacherBuffers => &mut teacher.ok_or_else(no_teacher)?.buffers,
+        Kind::Router => &mut rank.router.as_mut().ok_or_else(no_router)?.params,
+        Kind::RouterGrads => &mut rank.router.as_mut().ok_or_else(no_router)?.grads,
+        Kind::RouterExpAvg => &mut rank.router.as_mut().ok_or_else(no_router)?.moments.exp_avg,
+        Kind::RouterExpAvgSq => &mut rank.router.as_mut().ok_or_else(no_router)?.moments.exp_avg_sq,
     })
+}
+
+fn no_router() -> Error {
+    Error::recipe("the module has no elastifier with a router")
 }
 
 fn no_teacher() -> Error {
@@ -521,23 +567,34 @@ fn build<T: Element>(
         }
         _ => None,
     };
-    let (elastic, roles) = match &spec.elastic {
-        ElasticSpec::Off => (Elastic::Off, None),
-        ElasticSpec::Fixed(settings) => (Elastic::Fixed(settings.clone()), None),
-        ElasticSpec::Plugin { provider, config } => {
-            let mut elastifier = spec.plugins.elastifier(provider, config)?;
-            let wants = elastifier.plan(&student.plan).map_err(Error::from)?;
-            (Elastic::Plugin(Box::new(elastifier)), wants.roles)
-        }
+    let (elastic, wants) = elastic(spec, &student.plan)?;
+    let router = match &elastic {
+        Elastic::Plugin(elastifier) => Router::new(&wants, elastifier, spec.seed, spec.trains)?,
+        _ => None,
     };
     let model = StageModel {
-        roles,
-        state_grads: spec.state_grads,
+        roles: wants.roles,
+        state_grads: spec.state_grads || router.is_some(),
         labels: None,
         tamper: spec.tamper.clone(),
         ..stage_model(spec, &spec.provider, &spec.config, student, place)?
     };
-    Rank::new(model, groups, elastic, teacher, spec.check_purity, spec.trains)
+    let mut rank = Rank::new(model, groups, elastic, teacher, spec.check_purity, spec.trains)?;
+    rank.router = router;
+    Ok(rank)
+}
+
+/// Where a rank's axis states come from, and what an elastifier wants of the target.
+fn elastic(spec: &TeamSpec, target: &ModelPlan) -> Result<(Elastic, ElasticPlan)> {
+    Ok(match &spec.elastic {
+        ElasticSpec::Off => (Elastic::Off, ElasticPlan::default()),
+        ElasticSpec::Fixed(settings) => (Elastic::Fixed(settings.clone()), ElasticPlan::default()),
+        ElasticSpec::Plugin { provider, config } => {
+            let mut elastifier = spec.plugins.elastifier(provider, config)?;
+            let wants = elastifier.plan(target).map_err(Error::from)?;
+            (Elastic::Plugin(Box::new(elastifier)), wants)
+        }
+    })
 }
 
 /// A rank's stage of a model as the recipe has it, without an elastifier.

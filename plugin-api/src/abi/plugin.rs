@@ -7,10 +7,13 @@ use super::guard::{catch, install_quiet_hook, protect};
 use super::hello::NeededOperator;
 use super::tables::{HostTableRef, ParBody, PluginTable, PluginTableRef};
 use super::types::{Ctx, CustomRun, Object, Reply};
-use crate::plan::{AxisSetting, MicroBatchInfo, ModelPlan, ProviderInfo, ProviderKind, Stage, Submodel};
+use crate::plan::{
+    AxisSetting, MicroBatchInfo, ModelPlan, Occasion, ProviderInfo, ProviderKind, Stage, Submodel, Values,
+};
 use crate::sdk::hugging_face;
 use crate::sdk::{
-    Configure, CustomOp, Cx, Elastifier, Error, HookEvent, Hooks, Module, Provider, Result, check_settings, configure,
+    Configure, CustomOp, Cx, Elastifier, Error, HookEvent, Hooks, Module, Provider, Result, check_choice,
+    check_settings, check_values, configure,
 };
 use abi_stable::library::{__call_root_module_loader, RootModuleResult};
 use abi_stable::prefix_type::WithMetadata;
@@ -194,6 +197,9 @@ impl<P: Plugin> Functions<P> {
         custom_run,
         provider_submodel,
         hugging_face: Self::hugging_face,
+        elastifier_forward,
+        elastifier_inputs,
+        elastifier_choose,
         #[cfg(feature = "grown")]
         about: Self::about,
     };
@@ -290,6 +296,33 @@ extern "C" fn elastifier_plan(object: Object, target: RStr<'_>) -> Reply<RString
 extern "C" fn elastifier_begin(object: Object, info: RStr<'_>) -> Reply<RString> {
     with_elastifier("begin_micro_batch", object, |e| {
         settings_out(&e.begin_micro_batch(&json_in::<MicroBatchInfo>("micro-batch", info)?)?)
+    })
+}
+
+extern "C" fn elastifier_forward(object: Object, ctx: Ctx) -> Reply<()> {
+    protect("forward", || match Held::of(object)? {
+        Held::Elastifier(e) => match e.try_borrow() {
+            Ok(e) => e.forward(&cx(ctx)?),
+            Err(_) => Err(Error::plugin("the elastifier is already being called")),
+        },
+        _ => wrong_kind("an elastifier"),
+    })
+}
+
+extern "C" fn elastifier_inputs(object: Object, occasion: RStr<'_>) -> Reply<RString> {
+    with_elastifier("router_inputs", object, |e| {
+        let inputs = e.router_inputs(&json_in::<Occasion>("occasion", occasion)?)?;
+        check_values("router_inputs", &inputs)?;
+        json_out(&inputs)
+    })
+}
+
+extern "C" fn elastifier_choose(object: Object, occasion: RStr<'_>, outputs: RStr<'_>) -> Reply<RString> {
+    with_elastifier("choose", object, |e| {
+        let occasion = json_in::<Occasion>("occasion", occasion)?;
+        let choice = e.choose(&occasion, &json_in::<Values>("outputs", outputs)?)?;
+        check_choice(&choice)?;
+        json_out(&choice)
     })
 }
 

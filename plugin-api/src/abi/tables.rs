@@ -86,8 +86,14 @@ crate::abi_struct! {
         pub provider_submodel: extern "C" fn(Object, RStr<'_>) -> Reply<RString>,
         /// Name of a model provider, and JSON to JSON: `config.json` to a `FolderImport`, or, if the last argument is
         /// true, a config of the provider to a `FolderExport`.
+        pub hugging_face: extern "C" fn(RStr<'_>, RStr<'_>, bool) -> Reply<RString>,
+        /// Records the elastifier's router.
+        pub elastifier_forward: extern "C" fn(Object, Ctx) -> Reply<()>,
+        /// An `Occasion` to the `Values` of the router's inputs, both JSON.
+        pub elastifier_inputs: extern "C" fn(Object, RStr<'_>) -> Reply<RString>,
+        /// An `Occasion` and the `Values` of the router's outputs to a `Choice`, all JSON.
         #[sabi(last_prefix_field)]
-        pub hugging_face: extern "C" fn(RStr<'_>, RStr<'_>, bool) -> Reply<RString>;
+        pub elastifier_choose: extern "C" fn(Object, RStr<'_>, RStr<'_>) -> Reply<RString>;
         grown
         /// One more description of the plugin, as JSON. Test-only growth.
         pub about: extern "C" fn() -> Reply<RString>

@@ -4,7 +4,7 @@
 //! trusts no plan it is given.
 
 use super::{Error, Result};
-use crate::plan::{AxisSetting, AxisState, Init, Layout, ModelPlan};
+use crate::plan::{AxisSetting, AxisState, Choice, Init, Layout, ModelPlan, Values};
 use std::collections::HashSet;
 
 impl ModelPlan {
@@ -111,6 +111,38 @@ pub fn check_settings(settings: &[AxisSetting]) -> Result<()> {
             }
             AxisState::Hard { gain, .. } => finite(&place, "gain", *gain)?,
             AxisState::Full | AxisState::Slice { .. } => {}
+        }
+    }
+    Ok(())
+}
+
+/// Refuses numbers that are not finite, which JSON does not have.
+pub fn check_values(what: &str, values: &Values) -> Result<()> {
+    let place = |name: &String| format!("{what}: {name}");
+    values.iter().try_for_each(|(name, list)| list.iter().try_for_each(|x| finite(&place(name), "a value", *x)))
+}
+
+/// Refuses a choice with numbers that are not finite, or with sources of settings it does not have.
+pub fn check_choice(choice: &Choice) -> Result<()> {
+    check_settings(&choice.settings)?;
+    if let Some(loss) = &choice.loss {
+        finite(&loss.name, "the loss", loss.value)?;
+        check_values(&loss.name, &loss.gradients)?;
+    }
+    choice.params.iter().try_for_each(|x| finite("choice", "params", *x))?;
+    choice.metrics.iter().try_for_each(|(name, x)| finite("choice", name, *x))?;
+    for source in &choice.sources {
+        let numbers = match choice.settings.get(source.setting).map(|setting| &setting.state) {
+            Some(AxisState::Soft { p, .. }) => p.len(),
+            Some(AxisState::Hard { .. }) => 1,
+            _ => 0,
+        };
+        if let Some((entry, _)) = source.entries.iter().find(|(entry, _)| *entry >= numbers) {
+            let setting = source.setting;
+            return Err(Error::shape(format!(
+                "choice: number {entry} of setting {setting} comes from {}, but the setting has {numbers} numbers",
+                source.output
+            )));
         }
     }
     Ok(())

@@ -17,7 +17,7 @@ pub mod services;
 mod tensor;
 mod traits;
 
-pub use check::check_settings;
+pub use check::{check_choice, check_settings, check_values};
 pub use configure::Configure;
 pub use custom::{CustomOp, Number};
 pub use cx::{BufferId, Cx, Operand, ParamId, Tensor};

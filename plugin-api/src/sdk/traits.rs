@@ -2,7 +2,7 @@
 
 use super::{Result, TensorDesc, TensorRef};
 use crate::ops::{RegionKind, Role};
-use crate::plan::{AxisSetting, ElasticPlan, MicroBatchInfo, ModelPlan, Stage, Submodel};
+use crate::plan::{AxisSetting, Choice, ElasticPlan, MicroBatchInfo, ModelPlan, Occasion, Stage, Submodel, Values};
 use crate::sdk::Cx;
 use smallvec::SmallVec;
 
@@ -33,7 +33,24 @@ pub trait Elastifier: 'static {
     fn plan(&mut self, target: &ModelPlan) -> Result<ElasticPlan>;
     /// States of every axis that is not `Full`, for one micro-batch. A pure function of `info` and declared state.
     fn begin_micro_batch(&mut self, info: &MicroBatchInfo) -> Result<Vec<AxisSetting>>;
-    /// Widths (hard choices) for a budget, for evaluation and slicing.
+    /// Records the program of the router that the plan declares: inputs from [`Cx::batch`] and [`Cx::step_input`],
+    /// results to [`Cx::output`].
+    fn forward(&self, cx: &Cx) -> Result<()> {
+        let _ = cx;
+        Err(super::Error::plugin("this elastifier declares a router and records none"))
+    }
+    /// Values of every input of the router's program. A pure function of the occasion.
+    fn router_inputs(&mut self, occasion: &Occasion) -> Result<Values> {
+        let _ = occasion;
+        Err(super::Error::plugin("this elastifier declares a router and gives it no inputs"))
+    }
+    /// States, and what follows from them, by the outputs of the router's program. Asked for micro-batches of training and
+    /// for budgets; other micro-batches ask [`begin_micro_batch`](Elastifier::begin_micro_batch).
+    fn choose(&mut self, occasion: &Occasion, outputs: &Values) -> Result<Choice> {
+        let _ = (occasion, outputs);
+        Err(super::Error::plugin("this elastifier declares a router and chooses nothing"))
+    }
+    /// Widths (hard choices) for a budget, for evaluation and slicing, where there is no router.
     fn widths(&mut self, budget: f64) -> Result<Vec<AxisSetting>> {
         let _ = budget;
         Err(super::Error::plugin("this elastifier does not map budgets to widths"))

@@ -398,6 +398,64 @@ impl Submodel {
 pub struct ElasticPlan {
     /// Which axes are masked at which role; `None`: every activation once, where it is produced (exact masking).
     pub roles: Option<Vec<RoleMask>>,
+    /// A small model that is trained with the target and decides the states: its parameters, and ports for its inputs and
+    /// outputs. It is the same on every rank, sees one row of each input, and has no axes that are spread or elastic. With
+    /// it, the host runs what [`Elastifier::forward`](crate::sdk::Elastifier::forward) records and asks
+    /// [`Elastifier::choose`](crate::sdk::Elastifier::choose).
+    pub router: Option<ModelPlan>,
+    /// Every [`Choice::label`] there may be.
+    pub labels: Vec<String>,
+}
+
+/// For what an elastifier's router runs.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Occasion {
+    /// A micro-batch of training.
+    MicroBatch(MicroBatchInfo),
+    /// Widths to evaluate or to cut: nothing random.
+    Budget(f64),
+}
+
+/// Numbers by name: inputs or outputs of a router.
+pub type Values = BTreeMap<String, Vec<f64>>;
+
+/// What an elastifier makes of its router's outputs.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Choice {
+    pub settings: Vec<AxisSetting>,
+    /// Which outputs the numbers of the settings are made of; gradients flow along them, and only along them.
+    pub sources: Vec<Source>,
+    /// Loss per token that is added to the model's.
+    pub loss: Option<ChoiceLoss>,
+    /// Under which of [`ElasticPlan::labels`] the micro-batch is reported.
+    pub label: Option<String>,
+    /// Parameters of the model that was chosen, reported with the label.
+    pub params: Option<f64>,
+    /// Further numbers of the step's metrics: means over its micro-batches.
+    pub metrics: BTreeMap<String, f64>,
+}
+
+/// Number `entry` of a setting (of a mixture's weights; 0 of a gain) grows as output number `index` does.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Source {
+    /// Index into [`Choice::settings`].
+    pub setting: usize,
+    pub output: String,
+    /// Pairs of (entry, index).
+    pub entries: Vec<(usize, usize)>,
+}
+
+/// A loss of a router's outputs.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct ChoiceLoss {
+    /// Its name in metrics.
+    pub name: String,
+    pub value: f64,
+    /// Its derivative by each output that it depends on.
+    pub gradients: Values,
 }
 
 /// At `role`, mask the listed axes.
@@ -417,4 +475,20 @@ pub struct MicroBatchInfo {
     pub first_sample: u64,
     pub samples: u64,
     pub training: bool,
+    /// Steps of the whole run; 0 where there is no run.
+    #[serde(default)]
+    pub steps: u64,
+    /// Micro-batches of a step over all data-parallel ranks.
+    #[serde(default)]
+    pub micro_batches: u64,
+    /// Seed of the run.
+    #[serde(default)]
+    pub seed: u64,
+}
+
+impl MicroBatchInfo {
+    /// A micro-batch of a run nothing more is known of.
+    pub fn new(step: u64, micro_batch: u64, first_sample: u64, samples: u64, training: bool) -> MicroBatchInfo {
+        MicroBatchInfo { step, micro_batch, first_sample, samples, training, steps: 0, micro_batches: 0, seed: 0 }
+    }
 }

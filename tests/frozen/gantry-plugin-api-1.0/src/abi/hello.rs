@@ -15,7 +15,7 @@ pub const OPERATORS_OF_1_0: usize = 33;
 /// through prefix accessors without abi_stable's check.
 pub const KNOWN_LAYOUTS: &[(u32, u64)] = &[(0, LAYOUT_1_0)];
 /// Layout hash of API 1.0.
-pub const LAYOUT_1_0: u64 = 0x1d94_e3e6_4ed7_1788;
+pub const LAYOUT_1_0: u64 = 0x0146_cb66_ce82_4411;
 
 /// First bytes of the hello.
 pub const MAGIC: [u8; 16] = *b"GANTRY PLUGIN 1\n";
