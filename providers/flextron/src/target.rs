@@ -211,3 +211,78 @@ fn mentions(layout: &Layout, name: &str) -> bool {
         Layout::Repeat { axis, inner } => axis == name || mentions(inner, name),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use gantry_plugin_api::plan::{Axis, Block, Init, Param};
+    use gantry_plugin_api::sdk::Configure;
+    use serde_json::{Value, json};
+
+    /// Two layers over a residual stream of 8; the second has experts.
+    fn plan() -> ModelPlan {
+        let mut plan = ModelPlan {
+            axes: vec![
+                Axis::new("hidden", 8).elastic(),
+                Axis::new("groups", 2),
+                Axis::new("heads", 4).grouped_by("groups").elastic_per_layer(),
+                Axis::new("experts", 6).elastic_per_layer().active(2),
+            ],
+            ..ModelPlan::default()
+        };
+        for (layer, axis) in ["heads", "experts"].into_iter().enumerate() {
+            let block = plan.add_block(Block::new(format!("layer{layer}"), "test").layer(layer));
+            let dims = [Layout::axis(axis, 1), Layout::axis("hidden", 1)];
+            plan.add_param(Param::new(format!("w{layer}"), block, dims, Init::Zeros));
+        }
+        plan
+    }
+
+    fn target(axes: Value, ranking: &[usize]) -> Result<Target> {
+        let config = json!({"budget_list": [0.5], "axes": axes, "layer_ranking": ranking});
+        let config: Config = serde_json::from_value(config).map_err(|e| e.to_string())?;
+        crate::elastifier::Flextron::new(config.clone()).map_err(|e| e.message)?;
+        Target::new(&plan(), &config)
+    }
+
+    #[test]
+    fn layers_choose_for_themselves_where_they_have_the_axis() {
+        let target =
+            target(json!({"experts": {"units": [6, 4], "per_layer": true}, "hidden": {"units": [8, 4]}}), &[0]);
+        let target = target.unwrap();
+        let gates: Vec<(&str, usize, usize)> =
+            target.axes.iter().map(|a| (a.gate.axis.as_str(), a.gate.rows, a.gate.choices)).collect();
+        assert_eq!(gates, [("experts", 1, 2), ("hidden", 1, 2), ("depth", 1, 2)]);
+        let outputs = target.routed(|gate| Ok(vec![0.25, 0.75].repeat(gate.rows))).unwrap();
+        let (settings, sources) = target.mixtures(&outputs);
+        assert_eq!(settings[0].layer, Some(1));
+        let keep = AxisState::Soft { choices: vec![1, 0], p: vec![0.25, 0.75] };
+        assert_eq!((&settings[2].state, settings[2].layer), (&keep, Some(0)));
+        assert_eq!(sources[2].entries, [(0, 0)]);
+        let slices = target.slices(&outputs);
+        assert_eq!(
+            slices.iter().map(|s| &s.state).collect::<Vec<_>>(),
+            [&AxisState::Slice { n: 4 }, &AxisState::Slice { n: 4 }, &AxisState::Slice { n: 0 },]
+        );
+        // Layer 0, kept with probability 0.25: 4 heads x 5 channels; layer 1: 4.5 experts x 5 channels.
+        let counts = target.expected(&outputs, Default::default());
+        assert_eq!(counts.total.value, 0.25 * 20.0 + 4.5 * 5.0);
+    }
+
+    #[test]
+    fn mistakes_name_the_key_and_the_numbers() {
+        let wrong = |axes: Value, ranking: &[usize]| target(axes, ranking).map(drop).unwrap_err();
+        assert!(
+            wrong(json!({"head": {"units": [4]}}), &[]).contains("no such elastic axis; it has hidden, heads, experts")
+        );
+        assert!(wrong(json!({"groups": {"units": [2]}}), &[]).contains("no such elastic axis"));
+        assert!(wrong(json!({"heads": {"units": [4, 3]}}), &[]).contains("choose multiples of 2"));
+        assert!(wrong(json!({"experts": {"units": [6, 1]}}), &[]).contains("1 units is below the 2"));
+        assert!(wrong(json!({"hidden": {"units": [8], "per_layer": true}}), &[]).contains("one width for all layers"));
+        assert!(wrong(json!({"hidden": {}}), &[]).contains("either units or fractions"));
+        assert!(wrong(json!({}), &[]).contains("name at least one axis"));
+        assert!(wrong(json!({}), &[5]).contains("holds 5, but the model has 2 layers"));
+        assert!(wrong(json!({}), &[1, 1]).contains("layer 1 twice"));
+        assert!(wrong(json!({}), &[1, 0]).contains("at least one must stay"));
+    }
+}
