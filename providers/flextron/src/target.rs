@@ -253,7 +253,7 @@ mod tests {
         let gates: Vec<(&str, usize, usize)> =
             target.axes.iter().map(|a| (a.gate.axis.as_str(), a.gate.rows, a.gate.choices)).collect();
         assert_eq!(gates, [("experts", 1, 2), ("hidden", 1, 2), ("depth", 1, 2)]);
-        let outputs = target.routed(|gate| Ok(vec![0.25, 0.75].repeat(gate.rows))).unwrap();
+        let outputs = target.routed(|gate| Ok([0.25, 0.75].repeat(gate.rows))).unwrap();
         let (settings, sources) = target.mixtures(&outputs);
         assert_eq!(settings[0].layer, Some(1));
         let keep = AxisState::Soft { choices: vec![1, 0], p: vec![0.25, 0.75] };
