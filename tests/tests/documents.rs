@@ -191,7 +191,10 @@ fn the_guide_from_megatron_names_keys_that_exist() {
                     None => format!("  {name}:"),
                 },
             ),
-            None => (section, format!("  {name}:")),
+            None => match name.rsplit_once('.') {
+                Some((_, name)) => (section, format!("    {name}:")),
+                None => (section, format!("  {name}:")),
+            },
         };
         let body = defaults.split(&format!("\n{section}:\n")).nth(1).expect("a section");
         body.lines()

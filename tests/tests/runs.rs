@@ -219,10 +219,13 @@ fn a_torn_checkpoint_is_refused_by_name() {
     assert!(stderr.contains("step-00000002: shard-00000.safetensors has "), "{stderr}");
 }
 
+/// A vocabulary for bytes, which is looked at before the data.
+const BYTES: &str = "modules.lm.config.vocab_size=384";
+
 #[rstest]
-#[case::no_data(&["data.paths=[nowhere]"], 4, "cannot read data path")]
-#[case::no_text(&["data.paths=[.]", "data.extensions=[txt]"], 4, "no text in data path")]
-#[case::little_text(&["data.paths=[.]", "data.extensions=[yaml]", "train.seq_length=9999"], 4, "fewer than the 10000 of")]
+#[case::no_data(&["data.paths=[nowhere]", BYTES], 4, "cannot read data path")]
+#[case::no_text(&["data.paths=[.]", "data.extensions=[txt]", BYTES], 4, "no text in data path")]
+#[case::little_text(&["data.paths=[.]", "data.extensions=[yaml]", "train.seq_length=9999", BYTES], 4, "fewer than the 10000 of")]
 #[case::small_vocabulary(&["data.paths=[.]", "data.extensions=[yaml]"], 2, "vocabulary has 64 tokens, the data has 257")]
 #[case::provider_key(&["modules.lm.config.hiden_size=3"], 2, "hiden_size")]
 #[case::bad_split(&["modules.lm.grid.tp=3"], 2, "grid.tp = 3 does not divide")]

@@ -35,6 +35,8 @@ pub(super) enum Command {
     Tokenize(Tokenize),
     /// Prints the JSON schema of recipes, for editors.
     Schema(Schema),
+    /// Makes, shows, checks and joins data sets of tokens (Megatron-LM's .bin and .idx), and makes vocabularies.
+    Data(super::data::args::Data),
     /// Measures operators, or a recipe's steps, against the machine's fastest matrix product and copy.
     Bench(Bench),
     /// Tells what this machine offers (processor, memory, GPU, libraries, plugins) and what is missing.

@@ -2,7 +2,7 @@
 
 use super::{args, model, print};
 use crate::checkpoint::{Coming, ShardStream};
-use crate::data::{self, Batch, Split, Valid};
+use crate::data::{self, Batch, Held, RunData, Split, Valid};
 use crate::failure::{Failure, Result};
 use crate::train::{Engine, HeldOut, check_tokenizer, check_vocab};
 use safetensors::Dtype;
@@ -21,25 +21,29 @@ pub(super) fn run(arguments: args::Eval) -> Result<()> {
     let reader = model::open(&arguments.checkpoint)?;
     let tokenizer = data::tokenizer(&recipe).map_err(|failure| recipe.locate(failure))?;
     check_tokenizer(&reader, tokenizer.as_ref())?;
-    let Split { train, valid, .. } = Split::with(&recipe, tokenizer.as_ref())?;
-    let corpus = match &arguments.data {
-        Some(_) => train,
-        None => valid.ok_or_else(|| {
+    let mut held_out = match &arguments.data {
+        Some(_) => Held::Documents(Valid::new(Split::with(&recipe, tokenizer.as_ref())?.train, &recipe)?),
+        None => RunData::held_out(&recipe, tokenizer.as_ref())?.ok_or_else(|| {
             Failure::recipe(format!("{}: the recipe holds no data out", file.display()))
                 .remedy("give --data PATH, or set data.valid_fraction or data.valid_paths")
         })?,
     };
     let mut model = model::load(&recipe, reader)?;
-    check_vocab(model.engine.vocab(), corpus.vocab())?;
-    model.engine.limit_vocab(corpus.vocab())?;
-    let held_out = HeldOut::new(Valid::new(corpus, &recipe)?, &recipe);
+    if let Some(tokens) = data::vocab(&recipe, tokenizer.as_ref()) {
+        check_vocab(model.engine.vocab(), tokens)?;
+        model.engine.limit_vocab(tokens)?;
+    }
+    held_out.limit_vocab(model.engine.vocab());
+    let held_out = HeldOut::new(held_out, &recipe);
     if let Some(path) = &arguments.logits {
-        let batch = held_out.valid().batch(0, recipe.train.micro_batch_size)?;
-        write_logits(path, model.engine.as_mut(), batch)?;
+        let size = recipe.train.micro_batch_size;
+        if let Some(&first) = held_out.data().all(size).first() {
+            write_logits(path, model.engine.as_mut(), held_out.data().batch(first, size)?)?;
+        }
     }
     let clock = Instant::now();
     let never = AtomicBool::new(false);
-    let evaluation = held_out.pass(model.engine.as_mut(), model.step, usize::MAX, &never)?;
+    let evaluation = held_out.whole(model.engine.as_mut(), model.step, &never)?;
     let seconds = clock.elapsed().as_secs_f64();
     let Some(evaluation) = evaluation else { return Ok(()) };
     if !evaluation.loss_sum.is_finite() {
@@ -48,16 +52,16 @@ pub(super) fn run(arguments: args::Eval) -> Result<()> {
             model.checkpoint.display()
         )));
     }
-    let summary = held_out.valid().corpus().summary();
+    let about = held_out.data();
     if arguments.json {
         let report = json!({
             "checkpoint": model.checkpoint.display().to_string(),
             "step": model.step,
-            "documents": summary.documents,
+            "documents": about.documents(),
             "tokens": evaluation.tokens,
             "bytes": evaluation.bytes,
             "tokenizer": tokenizer.as_ref().map(|tokenizer| tokenizer.name()),
-            "data_sha256": summary.sha256,
+            "data_sha256": about.sha256(),
             "loss": evaluation.loss(),
             "perplexity": evaluation.perplexity(),
             "loss_per_byte": evaluation.loss_per_byte(),
@@ -70,7 +74,7 @@ pub(super) fn run(arguments: args::Eval) -> Result<()> {
     let mut text = String::new();
     // Writing to a String cannot fail.
     let _ = writeln!(text, "checkpoint  {} (step {})", model.checkpoint.display(), model.step);
-    let _ = writeln!(text, "data        {summary}");
+    let _ = writeln!(text, "data        {about}");
     let _ = writeln!(text, "loss        {:.4} nats per token", evaluation.loss());
     if let (Some(nats), Some(bits)) = (evaluation.loss_per_byte(), evaluation.bits_per_byte()) {
         let _ = writeln!(text, "            {nats:.4} nats per byte, {bits:.4} bits per byte");
@@ -110,7 +114,13 @@ fn only(path: &std::path::Path) -> Result<Vec<String>> {
     let path = path.to_str().ok_or_else(|| Failure::recipe(format!("--data {}: not UTF-8", path.display())))?;
     // JSON is YAML: quoted, a name is text whatever it looks like.
     let paths = format!("data.paths=[{}]", Value::from(path));
-    let others = ["data.synthetic=null", "data.valid_fraction=0", "data.valid_paths=[]", "data.ngram_order=0"];
+    let others = [
+        "data.synthetic=null",
+        "data.megatron={data_path: [], train_data_path: [], valid_data_path: []}",
+        "data.valid_fraction=0",
+        "data.valid_paths=[]",
+        "data.ngram_order=0",
+    ];
     let rest = ["data.tracked_only=false", "data.exclude=[]", "train.eval_every=0"];
     Ok(others.into_iter().chain(rest).map(str::to_string).chain([paths]).collect())
 }

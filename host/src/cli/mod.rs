@@ -7,6 +7,7 @@
 mod args;
 mod bench;
 mod convert;
+mod data;
 mod doctor;
 mod eval;
 mod generate;
@@ -63,6 +64,7 @@ fn run(arguments: Arguments) -> Result<()> {
         Command::Tokenize(arguments) => tokenize::run(arguments),
         Command::Schema(arguments) => schema::run(arguments),
         Command::Bench(arguments) => bench::run(arguments),
+        Command::Data(arguments) => data::run(arguments),
         Command::Doctor(arguments) => doctor::run(arguments),
     }
 }

@@ -88,9 +88,12 @@ struct Ranking {
 
 fn rank<T: Element>(spec: &TeamSpec, loader: &Loader, mut reader: CheckpointReader, counts: Counts) -> Result<Ranking> {
     let team = Team::<T>::start(spec)?;
-    let vocab = loader.corpus().vocab();
-    check_vocab(team.vocab(), vocab)?;
-    team.all(move |rank| rank.limit_vocab(vocab))?;
+    let mut loader = loader.clone();
+    loader.limit_vocab(team.vocab());
+    if let Some(vocab) = loader.vocab() {
+        check_vocab(team.vocab(), vocab)?;
+        team.all(move |rank| rank.limit_vocab(vocab))?;
+    }
     team.load(&mut reader, &[Kind::Params, Kind::Buffers], None, |name| name.starts_with("optimizer."))?;
     let plan = team.plan.clone();
     let layers: Vec<usize> = plan.blocks.iter().filter_map(|block| block.layer).collect();

@@ -1,9 +1,10 @@
 //! Batches of samples, and which samples a step has.
 
+use super::blends::{Blended, Limited};
 use super::packed::Packed;
 use super::samples::{Row, Samples};
 use super::stream::Stream;
-use super::{Corpus, Split};
+use super::{Corpus, RunData, Tokenizer};
 use crate::failure::{Failure, Result};
 use crate::recipe::{Packing, Recipe};
 use std::sync::Arc;
@@ -34,10 +35,28 @@ pub struct Position {
     pub samples: u64,
 }
 
-/// Cuts batches from a corpus.
+/// What samples are cut from.
+#[derive(Clone, Debug)]
+enum Source {
+    Corpus(Arc<Corpus>),
+    Blended(Arc<Blended>, Option<Tokenizer>),
+}
+
+/// What tells whether two runs see the same data.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Identity {
+    pub sha256: String,
+    /// Documents, or sequences of Megatron-LM's files.
+    pub documents: u64,
+    pub tokens: u64,
+    /// Of Megatron-LM's files: hash of the order of samples, and the number of samples that it was made for.
+    pub order: Option<(String, u64)>,
+}
+
+/// Cuts batches from a corpus or from Megatron-LM's files.
 #[derive(Clone, Debug)]
 pub struct Loader {
-    corpus: Arc<Corpus>,
+    source: Source,
     samples: Arc<dyn Samples>,
     seq_length: usize,
     micro_batch_size: usize,
@@ -48,7 +67,35 @@ pub struct Loader {
 impl Loader {
     /// A loader of the recipe's training corpus for steps after `begin`.
     pub fn new(recipe: &Recipe, begin: Position) -> Result<Loader> {
-        Loader::over(Split::open(recipe)?.train, recipe, begin)
+        let tokenizer = super::tokenizer(recipe)?;
+        Ok(RunData::open(recipe, tokenizer.as_ref(), begin)?.loader)
+    }
+
+    /// A loader of a part of Megatron-LM's files for steps after `begin`.
+    pub(super) fn blended(
+        blended: Arc<Blended>,
+        recipe: &Recipe,
+        begin: Position,
+        tokenizer: Option<&Tokenizer>,
+    ) -> Result<Loader> {
+        let train = &recipe.train;
+        let left = train.steps.saturating_sub(begin.step).saturating_mul(train.global_batch_size as u64);
+        let (needed, have) = (begin.samples.saturating_add(left), blended.samples());
+        if needed > have {
+            return Err(Failure::data(format!(
+                "the run takes {needed} samples in all, and the order of data.megatron, made for {}, has {have}",
+                blended.asked().unwrap_or(have)
+            ))
+            .remedy(format!("set data.megatron.train_samples to at least {needed}, or make train.steps smaller")));
+        }
+        Ok(Loader {
+            samples: Arc::new(Limited::new(Arc::clone(&blended), None)),
+            source: Source::Blended(blended, tokenizer.cloned()),
+            seq_length: train.seq_length,
+            micro_batch_size: train.micro_batch_size,
+            global_batch_size: train.global_batch_size,
+            begin,
+        })
     }
 
     /// A loader of `corpus` for steps after `begin`.
@@ -77,7 +124,7 @@ impl Loader {
             .remedy("give more text or a shorter train.seq_length"));
         }
         Ok(Loader {
-            corpus,
+            source: Source::Corpus(corpus),
             samples,
             seq_length: train.seq_length,
             micro_batch_size: train.micro_batch_size,
@@ -86,8 +133,51 @@ impl Loader {
         })
     }
 
-    pub fn corpus(&self) -> &Arc<Corpus> {
-        &self.corpus
+    /// Number of different tokens, if it is known; a model's vocabulary must be at least as large.
+    pub fn vocab(&self) -> Option<usize> {
+        match &self.source {
+            Source::Corpus(corpus) => Some(corpus.vocab()),
+            Source::Blended(_, tokenizer) => tokenizer.as_ref().map(Tokenizer::vocab_size),
+        }
+    }
+
+    /// What made the tokens, if it is known.
+    pub fn tokenizer(&self) -> Option<&Tokenizer> {
+        match &self.source {
+            Source::Corpus(corpus) => corpus.tokenizer(),
+            Source::Blended(_, tokenizer) => tokenizer.as_ref(),
+        }
+    }
+
+    /// Refuses tokens beyond a model's vocabulary when they are met, where that is not known before.
+    pub fn limit_vocab(&mut self, model: Option<usize>) {
+        if let Source::Blended(blended, _) = &self.source {
+            self.samples = Arc::new(Limited::new(Arc::clone(blended), model));
+        }
+    }
+
+    pub fn identity(&self) -> Identity {
+        match &self.source {
+            Source::Corpus(corpus) => {
+                let about = corpus.summary();
+                let (documents, tokens) = (about.documents as u64, about.tokens as u64);
+                Identity { sha256: about.sha256.clone(), documents, tokens, order: None }
+            }
+            Source::Blended(blended, _) => Identity {
+                sha256: blended.sha256().into(),
+                documents: blended.sequences(),
+                tokens: blended.tokens(),
+                order: Some((blended.order().into(), blended.asked().unwrap_or(blended.samples()))),
+            },
+        }
+    }
+
+    /// Bytes in memory.
+    pub fn bytes(&self) -> usize {
+        match &self.source {
+            Source::Corpus(corpus) => corpus.bytes(),
+            Source::Blended(blended, _) => blended.bytes(),
+        }
     }
 
     /// Where the run began.
@@ -127,6 +217,16 @@ impl Loader {
     }
 }
 
+/// What the samples are cut from, for the log.
+impl std::fmt::Display for Loader {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match &self.source {
+            Source::Corpus(corpus) => corpus.summary().fmt(f),
+            Source::Blended(blended, _) => blended.fmt(f),
+        }
+    }
+}
+
 impl Batch {
     /// Samples of `length` tokens that are still to be written, with weights 1.
     pub(super) fn empty(length: usize, samples: usize, first_sample: u64) -> Batch {
@@ -157,8 +257,12 @@ impl Batch {
         Ok(())
     }
 
-    /// The batch with `cu_seqlens` ended and filled up to `len` entries.
-    pub(super) fn closed(mut self, len: usize) -> Batch {
+    /// The batch with `cu_seqlens` ended and filled up to `len` entries, or as often twice as many sequences as are needed:
+    /// what ends documents may stand inside those of Megatron-LM's files too.
+    pub(super) fn closed(mut self, mut len: usize) -> Batch {
+        while len <= self.cu_seqlens.len() {
+            len = 2 * len.saturating_sub(1) + 1;
+        }
         self.cu_seqlens.resize(len, self.tokens.len() as i32);
         self
     }

@@ -9,12 +9,16 @@
 //! run see the same numbers. `megatron/` reads and writes Megatron-LM's token files and knows its order of samples. May
 //! depend on `recipe` and `failure`; knows no model and no rank.
 
+mod blends;
+pub mod build;
 pub mod chat;
 mod corpus;
 mod files;
+mod held;
 mod loader;
 pub mod megatron;
 pub mod ngram;
+mod open;
 mod order;
 mod packed;
 mod prefetch;
@@ -27,8 +31,11 @@ pub mod tokenizer;
 mod tracked;
 mod valid;
 
+pub use blends::Looks;
 pub use corpus::{Corpus, END_OF_DOCUMENT, Summary};
-pub use loader::{Batch, Loader, Position};
+pub use held::{Held, Pick};
+pub use loader::{Batch, Identity, Loader, Position};
+pub use open::RunData;
 pub use order::Permutation;
 pub use packed::{Packed, PackingSummary};
 pub use prefetch::Prefetch;

@@ -129,8 +129,10 @@ impl<'a> Reader<'a> {
     /// Encodes what was taken in.
     fn encode(&mut self) -> Result<()> {
         let pending = std::mem::take(&mut self.pending);
-        let encoded = pending.par_iter().map(|one| self.encoded(one)).collect::<Result<Vec<_>>>()?;
+        let encoded: Vec<Result<Document>> = pending.par_iter().map(|one| self.encoded(one)).collect();
+        // Of several broken documents the first is named, however many threads there are.
         for (one, document) in pending.into_iter().zip(encoded) {
+            let document = document?;
             let builder = if one.valid { &mut self.valid } else { &mut self.train };
             match document {
                 Document::Bytes(text) => builder.add_text(std::path::Path::new("line"), text.as_bytes()),

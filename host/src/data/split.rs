@@ -9,7 +9,7 @@ use super::files::{self, Filter, Found};
 use super::read::Reader;
 use super::{Tokenizer, synthetic};
 use crate::failure::{Failure, Result};
-use crate::recipe::{Data, Recipe};
+use crate::recipe::{Data, Recipe, TokenizerSpec};
 use sha2::{Digest, Sha256};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -27,7 +27,9 @@ pub struct Split {
 /// The tokenizer of a recipe's text; none where the data are made up.
 pub fn tokenizer(recipe: &Recipe) -> Result<Option<Tokenizer>> {
     let data = &recipe.data;
-    if data.synthetic.is_some() {
+    // Of tokens that come with no tokenizer nothing is known but which one ends documents.
+    let unnamed = data.megatron.given() && data.megatron.eod.is_some() && data.tokenizer == TokenizerSpec::Bytes;
+    if data.synthetic.is_some() || unnamed {
         return Ok(None);
     }
     Tokenizer::open(&data.tokenizer, &data.special_tokens).map(Some)
@@ -179,6 +181,7 @@ pub(super) mod tests {
             packing: Packing::Concat,
             too_long: TooLong::Split,
             reset_at_document_boundaries: true,
+            megatron: Default::default(),
             synthetic: None,
         }
     }

@@ -409,6 +409,7 @@ pub(super) fn to_yaml(merged: &Dict, recipe: &Recipe) -> Result<String> {
     tree["data"]["valid_paths"] = list(&recipe.data.valid_paths);
     tree["data"]["tokenizer"] = recipe.data.tokenizer.to_value();
     tree["data"]["chat"]["template"] = recipe.data.chat.template.clone().into();
+    recipe.data.megatron.resolve(&mut tree["data"]["megatron"]);
     tree["run"]["dir"] = recipe.run.dir.as_ref().map(|dir| dir.display().to_string()).into();
     for (entry, plugin) in tree["plugins"].as_array_mut().into_iter().flatten().zip(&recipe.plugins) {
         let path: serde_json::Value = plugin.path.display().to_string().into();

@@ -2,17 +2,19 @@
 //!
 //! `defaults.yaml` states every key once, with its default and meaning; `layers.rs` reads and merges the layers and
 //! knows which file, line, variable or option a key came from; `schema.rs` holds the typed, immutable result;
-//! `validate.rs` checks what types cannot; `error.rs` words the refusals, `place.rs` finds the keys that others
+//! `validate.rs` checks what types cannot; `megatron.rs` is the section `data.megatron`; `error.rs` words the refusals, `place.rs` finds the keys that others
 //! refuse, and `editor.rs` tells editors what there is. May depend on nothing but `failure`;
 //! knows no model, mesh or device.
 
 pub mod editor;
 mod error;
 mod layers;
+mod megatron;
 mod place;
 mod schema;
 mod validate;
 
+pub(crate) use megatron::BlendSpec;
 pub use schema::*;
 
 use crate::failure::{Failure, Result};
@@ -109,6 +111,9 @@ impl Recipe {
         }
         for path in self.data.tokenizer.paths() {
             absolute("data.tokenizer", path)?;
+        }
+        for (key, path) in self.data.megatron.paths() {
+            absolute(key, path)?;
         }
         for (name, module) in &mut self.modules {
             if let Some(path) = &mut module.load {

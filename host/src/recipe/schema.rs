@@ -3,6 +3,7 @@
 //! Fields are visible in the crate only and nothing here is serialised, so that the compiler's dead-code lint finds a
 //! key nobody reads.
 
+use super::megatron::Megatron;
 use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, Visitor};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -156,6 +157,7 @@ pub(crate) struct Data {
     pub(crate) reset_at_document_boundaries: bool,
     pub(crate) prefetch: usize,
     pub(crate) synthetic: Option<Synthetic>,
+    pub(crate) megatron: Megatron,
 }
 
 /// What the files of `data.paths` hold.

@@ -174,7 +174,7 @@ fn bad_text_is_refused_with_its_line(#[case] more: &str, #[case] sentence: &str)
 #[case("train.sample={prompt: a, tokens: 5, temperature: -1}", "`train.sample.temperature` is -1, expected at least 0")]
 #[case("train.sample={prompt: a}", "`train.sample.tokens` is required and has no value")]
 #[case("train.sample={prompt: a, token: 5}", "unknown key `train.sample.token`")]
-#[case("data.paths=[]", "neither `data.paths` nor `data.synthetic` is given")]
+#[case("data.paths=[]", "none of `data.paths`, `data.synthetic` and `data.megatron.data_path` is given")]
 #[case("data.valid_fraction=1", "`data.valid_fraction` is 1, expected 0 to less than 1")]
 #[case("data.valid_fraction=-0.1", "`data.valid_fraction` is -0.1, expected 0 to less than 1")]
 #[case("data={valid_fraction: 0.1, valid_paths: [x]}", "`data.valid_fraction` and `data.valid_paths` exclude each")]

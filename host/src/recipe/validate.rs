@@ -53,7 +53,7 @@ fn classes_end(glob: &str) -> bool {
     true
 }
 
-struct Check<'a> {
+pub(super) struct Check<'a> {
     layers: &'a Layers,
 }
 
@@ -63,11 +63,11 @@ impl Check<'_> {
         Failure::recipe(format!("{}: {sentence}", self.layers.place(key)))
     }
 
-    fn ensure(&self, holds: bool, key: &str, sentence: impl FnOnce() -> String) -> Result<()> {
+    pub(super) fn ensure(&self, holds: bool, key: &str, sentence: impl FnOnce() -> String) -> Result<()> {
         if holds { Ok(()) } else { Err(self.refuse(key, sentence())) }
     }
 
-    fn at_least_one(&self, key: &str, value: u64) -> Result<()> {
+    pub(super) fn at_least_one(&self, key: &str, value: u64) -> Result<()> {
         self.ensure(value >= 1, key, || format!("`{key}` is 0, expected at least 1"))
     }
 
@@ -75,7 +75,7 @@ impl Check<'_> {
         self.ensure(value <= most, key, || format!("`{key}` is {value}, expected at most {most}"))
     }
 
-    fn range(&self, key: &str, value: f64, low: f64, high: f64) -> Result<()> {
+    pub(super) fn range(&self, key: &str, value: f64, low: f64, high: f64) -> Result<()> {
         let shown = |bound: f64| match bound.abs() {
             // Bounds at the ends of what a number can be would be hundreds of digits.
             size if size != 0.0 && !(1e-9..1e15).contains(&size) => format!("{bound:e}"),
@@ -178,9 +178,18 @@ impl Check<'_> {
         self.ensure(!(made_up && recipe.data.tracked_only), "data.tracked_only", || {
             "`data.tracked_only` has no effect with `data.synthetic`".into()
         })?;
+        if recipe.data.megatron.given() {
+            for (key, given) in [("data.paths", !recipe.data.paths.is_empty()), ("data.synthetic", made_up)] {
+                self.ensure(!given, "data.megatron", || {
+                    format!("`data.megatron` and `{key}` exclude each other; leave one of them out")
+                })?;
+            }
+            return self.megatron(recipe);
+        }
         match (&recipe.data.synthetic, recipe.data.paths.is_empty()) {
             (None, true) => {
-                let sentence = "neither `data.paths` nor `data.synthetic` is given".to_string();
+                let sentence =
+                    "none of `data.paths`, `data.synthetic` and `data.megatron.data_path` is given".to_string();
                 Err(self.refuse("data", sentence).remedy("name text files or folders in data.paths"))
             }
             (Some(_), false) => Err(self.refuse(
@@ -242,8 +251,13 @@ impl Check<'_> {
         })?;
         self.at_least_one("train.eval_samples", train.eval_samples.map_or(1, |samples| samples as u64))?;
         let held_out = recipe.data.valid_fraction > 0.0 || !recipe.data.valid_paths.is_empty();
-        self.ensure(train.eval_every == 0 || held_out, "train.eval_every", || {
-            "`train.eval_every` has no effect without `data.valid_fraction` or `data.valid_paths`".into()
+        let megatron = &recipe.data.megatron;
+        let held_out = held_out || megatron.held_out().is_some();
+        self.ensure(train.eval_every == 0 || held_out, "train.eval_every", || match megatron.given() {
+            true => "`train.eval_every` has no effect without a validation part in `data.megatron.split` or \
+                     `data.megatron.valid_data_path`"
+                .into(),
+            false => "`train.eval_every` has no effect without `data.valid_fraction` or `data.valid_paths`".into(),
         })?;
         if let Some(sample) = &train.sample {
             self.at_least_one("train.sample.tokens", sample.tokens as u64)?;

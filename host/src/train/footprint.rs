@@ -4,7 +4,7 @@
 //! data, which the plan reads as the run does: the corpora and the batches made ahead. Measured: the program's code,
 //! libraries and start-up, which are in the process that plans too. Constants: what one worker thread holds.
 
-use crate::data::{Batch, Loader, Position, Split};
+use crate::data::{self, Batch, Position, RunData};
 use crate::error::Result;
 use crate::mesh::{Grid, Place};
 use crate::model::ParamTable;
@@ -57,9 +57,9 @@ pub struct DataNeeds {
 
 /// Reads the data as a run does.
 pub fn data(recipe: &Recipe) -> Result<DataNeeds> {
-    let split = Split::open(recipe)?;
-    let corpora: usize = [Some(&split.train), split.valid.as_ref()].into_iter().flatten().map(|c| c.bytes()).sum();
-    let loader = Loader::over(split.train, recipe, Position::default())?;
+    let tokenizer = data::tokenizer(recipe)?;
+    let run = RunData::open(recipe, tokenizer.as_ref(), Position::default())?;
+    let (corpora, loader) = (run.bytes(), run.loader);
     let Batch { tokens, labels, loss_mask, cu_seqlens, .. } = loader.batch(1, 0)?;
     let batch = 4 * (tokens.len() + labels.len() + loss_mask.len() + cu_seqlens.len());
     Ok(DataNeeds { bytes: corpora + batches(recipe, batch), sequences: loader.cu_seqlens_len() - 1 })

@@ -2,7 +2,7 @@
 
 use super::Engine;
 use super::evaluate::LossSums;
-use crate::data::Valid;
+use crate::data::{Held, Pick};
 use crate::error::Result;
 use crate::recipe::Recipe;
 use serde_json::{Map, Value, json};
@@ -69,7 +69,7 @@ impl Evaluation {
 /// When to look at held-out documents, and at how many of their samples.
 #[derive(Clone, Debug)]
 pub struct HeldOut {
-    valid: Valid,
+    data: Held,
     micro_batch_size: usize,
     every: u64,
     samples: Option<usize>,
@@ -79,18 +79,13 @@ pub struct HeldOut {
 const CHUNK: usize = 32;
 
 impl HeldOut {
-    pub fn new(valid: Valid, recipe: &Recipe) -> HeldOut {
+    pub fn new(data: Held, recipe: &Recipe) -> HeldOut {
         let train = &recipe.train;
-        HeldOut {
-            valid,
-            micro_batch_size: train.micro_batch_size,
-            every: train.eval_every,
-            samples: train.eval_samples,
-        }
+        HeldOut { data, micro_batch_size: train.micro_batch_size, every: train.eval_every, samples: train.eval_samples }
     }
 
-    pub fn valid(&self) -> &Valid {
-        &self.valid
+    pub fn data(&self) -> &Held {
+        &self.data
     }
 
     /// Whether a pass follows `step`.
@@ -98,7 +93,7 @@ impl HeldOut {
         step == last || self.every > 0 && step.is_multiple_of(self.every)
     }
 
-    /// The pass after a step: `train.eval_samples` samples, after the last step all. Nothing if `stop` is set meanwhile.
+    /// The pass after a step: `train.eval_samples` samples, of documents after the last step all. Nothing if `stop` is set meanwhile.
     pub fn after(
         &self,
         engine: &mut dyn Engine,
@@ -106,29 +101,29 @@ impl HeldOut {
         last: u64,
         stop: &AtomicBool,
     ) -> Result<Option<Evaluation>> {
-        let samples = self.samples.filter(|_| step != last).unwrap_or(usize::MAX);
-        self.pass(engine, step, samples, stop)
+        self.pass(engine, step, self.data.after(step, last, self.samples, self.micro_batch_size), stop)
     }
 
-    /// A pass over about `samples` samples, spread evenly over the documents.
-    pub fn pass(
+    /// A pass over everything that is held out.
+    pub fn whole(&self, engine: &mut dyn Engine, step: u64, stop: &AtomicBool) -> Result<Option<Evaluation>> {
+        self.pass(engine, step, self.data.all(self.micro_batch_size), stop)
+    }
+
+    fn pass(
         &self,
         engine: &mut dyn Engine,
         step: u64,
-        samples: usize,
+        picks: Vec<Pick>,
         stop: &AtomicBool,
     ) -> Result<Option<Evaluation>> {
-        let all = self.valid.micro_batches(self.micro_batch_size);
-        let number = samples.div_ceil(self.micro_batch_size).min(all);
+        let size = self.micro_batch_size;
         let (mut sums, mut bytes) = (LossSums::default(), 0);
-        for begin in (0..number).step_by(CHUNK) {
+        for some in picks.chunks(CHUNK) {
             if stop.load(Ordering::Relaxed) {
                 return Ok(None);
             }
-            let some = begin..(begin + CHUNK).min(number);
-            let indices = some.map(|i| i * all / number);
-            bytes += indices.clone().map(|i| self.valid.text_bytes(i, self.micro_batch_size)).sum::<u64>();
-            let batches = indices.map(|i| self.valid.batch(i, self.micro_batch_size)).collect::<Result<Vec<_>>>()?;
+            bytes += some.iter().map(|&pick| self.data.text_bytes(pick, size)).sum::<u64>();
+            let batches = some.iter().map(|&pick| self.data.batch(pick, size)).collect::<Result<Vec<_>>>()?;
             sums += engine.evaluate(step, batches)?;
         }
         Ok(Some(Evaluation { loss_sum: sums.loss_sum, tokens: sums.tokens.round() as u64, bytes }))

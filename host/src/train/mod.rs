@@ -63,7 +63,7 @@ use guard::{Diagnosis, Guard, Verdict};
 use crate::bench::step::{Breakdown, ceilings};
 use crate::checkpoint::{CheckpointReader, Keep, Meta, PluginEntry, Saver, Staging, locate};
 use crate::data::tokenizer::{VOCAB_MULTIPLE, padded_vocab};
-use crate::data::{Batch, Loader, Position, Prefetch, Split, Tokenizer, Valid, ngram};
+use crate::data::{Batch, Held, Identity, Loader, Position, Prefetch, RunData, Tokenizer};
 use crate::failure::{Cause, Failure, Result};
 use crate::observe::{Progress, StepMetrics, peak_bytes};
 use crate::optim::schedule::Schedule;
@@ -164,8 +164,8 @@ pub struct Options {
 /// Where a run begins: the data after the resumed position.
 pub struct Start {
     pub loader: Loader,
-    /// Held-out documents, if the recipe holds any out.
-    pub valid: Option<Valid>,
+    /// Held-out data, if the recipe holds any out.
+    pub held_out: Option<Held>,
     /// Held-out loss of the n-gram model that the recipe asks for, nats per token.
     pub ngram_loss: Option<f64>,
     pub checkpoint: Option<CheckpointReader>,
@@ -183,29 +183,22 @@ pub fn start(recipe: &Recipe, folder: &RunFolder, options: &Options, tokenizer: 
     if let Some(reader) = &checkpoint {
         check_tokenizer(reader, tokenizer)?;
     }
-    let Split { train, valid, entropy } = Split::with(recipe, tokenizer)?;
-    tracing::info!("training data: {}", train.summary());
+    let RunData { loader, held_out, entropy, ngram_loss } = RunData::open(recipe, tokenizer, begin)?;
+    tracing::info!("training data: {loader}");
     if let Some(entropy) = entropy {
         tracing::info!("entropy of the made-up data: {entropy:.4} nats per token; no model's loss stays below it");
     }
-    let valid = valid.map(|corpus| Valid::new(corpus, recipe)).transpose()?;
-    if let Some(valid) = &valid {
-        tracing::info!("held-out data: {}", valid.corpus().summary());
+    if let Some(held_out) = &held_out {
+        tracing::info!("held-out data: {held_out}");
     }
-    let order = recipe.data.ngram_order;
-    let ngram_loss = valid.as_ref().filter(|_| order > 0).map(|valid| {
-        let loss = ngram::held_out_loss(&train, valid.corpus(), order, train.vocab());
+    if let Some(loss) = ngram_loss {
+        let order = recipe.data.ngram_order;
         tracing::info!("held-out loss of an n-gram model of order {order} (Witten-Bell): {loss:.4} nats per token");
-        loss
-    });
-    let loader = Loader::over(train, recipe, begin)?;
-    if let Some(reader) = &checkpoint {
-        let (then, now) = (&reader.index().extra["data"]["sha256"], &loader.corpus().summary().sha256);
-        if then != now {
-            tracing::warn!("the data is not what the checkpoint was trained on: samples repeat or go missing");
-        }
     }
-    Ok(Start { loader, valid, ngram_loss, checkpoint, hooks: HookSet::default() })
+    if let Some(reader) = &checkpoint {
+        check_data(reader, &loader.identity())?;
+    }
+    Ok(Start { loader, held_out, ngram_loss, checkpoint, hooks: HookSet::default() })
 }
 
 /// Runs the loop until the last step or until `stop` is set.
@@ -218,8 +211,10 @@ pub fn run(
     progress: &Progress,
     stop: &AtomicBool,
 ) -> Result<Outcome> {
-    let Start { loader, valid, ngram_loss, checkpoint, mut hooks } = start;
-    let held_out = valid.map(|valid| HeldOut::new(valid, recipe));
+    let Start { mut loader, mut held_out, ngram_loss, checkpoint, mut hooks } = start;
+    loader.limit_vocab(engine.vocab());
+    held_out.iter_mut().for_each(|held_out| held_out.limit_vocab(engine.vocab()));
+    let held_out = held_out.map(|held_out| HeldOut::new(held_out, recipe));
     let begin = loader.begin();
     let mut guard = Guard::new(recipe);
     let at =
@@ -235,8 +230,10 @@ pub fn run(
             tracing::warn!("{line}");
         }
     }
-    check_vocab(engine.vocab(), loader.corpus().vocab())?;
-    engine.limit_vocab(loader.corpus().vocab())?;
+    if let Some(tokens) = loader.vocab() {
+        check_vocab(engine.vocab(), tokens)?;
+        engine.limit_vocab(tokens)?;
+    }
     let resumed = match checkpoint {
         Some(mut reader) => {
             let _load = tracing::info_span!("load").entered();
@@ -263,7 +260,8 @@ pub fn run(
         folder.begin(recipe, &options.resume, resumed.as_ref().map(|(path, _)| (path.as_path(), begin.step)))?;
     let described = reproduction::describe(
         recipe,
-        loader.corpus(),
+        &loader.identity(),
+        loader.tokenizer(),
         &engine.plugins(),
         resumed.as_ref().map(|(path, _)| (path.as_path(), begin.step)),
     )?;
@@ -354,7 +352,7 @@ pub fn run(
             let saved = saver.save(step, |staging| {
                 let state = engine.save(staging)?;
                 let mut notes = vec![(reproduction::FILE.into(), described.clone())];
-                let json = loader.corpus().tokenizer().and_then(Tokenizer::json);
+                let json = loader.tokenizer().and_then(Tokenizer::json);
                 notes.extend(json.map(|json| (TOKENIZER_FILE.into(), json.to_string())));
                 Ok(Meta { valid_loss, notes, ..meta(recipe, engine, &mut hooks, &guard, &loader, step, state)? })
             });
@@ -407,6 +405,31 @@ pub(crate) fn check_vocab(model: Option<usize>, tokens: usize) -> Result<()> {
         ))),
         _ => Ok(()),
     }
+}
+
+/// Warns if the data are others than the checkpoint's. Refuses an order of samples that differs only because it is made for
+/// another number of them: the run would go on with samples it has seen, which nobody wants.
+fn check_data(reader: &CheckpointReader, now: &Identity) -> Result<()> {
+    let then = &reader.index().extra["data"];
+    let (same_files, then_order) = (then["sha256"] == *now.sha256, then["order"].as_str());
+    if let (Some(old), Some(old_samples), Some((new, samples))) = (then_order, then["samples"].as_u64(), &now.order)
+        && old != new
+        && same_files
+        && old_samples != *samples
+    {
+        return Err(Failure::data(format!(
+            "checkpoint {}: the order of its samples was made for {old_samples} samples, and that for {samples} is another",
+            reader.folder().display()
+        ))
+        .remedy(format!(
+            "set data.megatron.train_samples to {old_samples}, which keeps the order, or begin a new run from the \
+             parameters with modules.NAME.load"
+        )));
+    }
+    if !same_files || then_order != now.order.as_ref().map(|(order, _)| order.as_str()) {
+        tracing::warn!("the data is not what the checkpoint was trained on: samples repeat or go missing");
+    }
+    Ok(())
 }
 
 /// Refuses a checkpoint whose model was trained on the tokens of another tokenizer.
@@ -501,8 +524,6 @@ fn meta(
     step: u64,
     state: Value,
 ) -> Result<Meta> {
-    let summary = loader.corpus().summary();
-    let data = json!({"sha256": summary.sha256, "documents": summary.documents, "tokens": summary.tokens});
     Ok(Meta {
         step,
         consumed_samples: loader.position_after(step).samples,
@@ -513,8 +534,8 @@ fn meta(
             "engine": state,
             "hooks": hooks.save()?,
             "guard": guard.save(),
-            "data": data,
-            "tokenizer": loader.corpus().tokenizer().map(Tokenizer::state),
+            "data": reproduction::data(&loader.identity()),
+            "tokenizer": loader.tokenizer().map(Tokenizer::state),
             "recipe": recipe.resolved_yaml(),
         }),
     })

@@ -4,7 +4,7 @@
 //! repeats the run bit by bit; this file is what to compare when it does not.
 
 use crate::checkpoint::PluginEntry;
-use crate::data::Corpus;
+use crate::data::{Identity, Tokenizer};
 use crate::failure::{Failure, Result};
 use crate::observe::Machine;
 use crate::recipe::Recipe;
@@ -18,12 +18,12 @@ pub const FILE: &str = "reproduction.json";
 /// The text of the file for a run that begins now, after `resumed`: (checkpoint folder, its step).
 pub(super) fn describe(
     recipe: &Recipe,
-    corpus: &Corpus,
+    data: &Identity,
+    tokenizer: Option<&Tokenizer>,
     plugins: &[PluginEntry],
     resumed: Option<(&std::path::Path, u64)>,
 ) -> Result<String> {
     let commit = Some(env!("GANTRY_COMMIT")).filter(|commit| !commit.is_empty());
-    let data = corpus.summary();
     let text = |text: &std::ffi::OsString| text.to_string_lossy().into_owned();
     let command: Vec<String> = std::env::args_os().map(|argument| text(&argument)).collect();
     let environment: Map<String, Value> = std::env::vars_os()
@@ -40,14 +40,24 @@ pub(super) fn describe(
         "environment": environment,
         "resumed": resumed.map(|(folder, step)| json!({"checkpoint": folder, "step": step})),
         "recipe": recipe.resolved_yaml(),
-        "data": {"sha256": data.sha256, "documents": data.documents, "tokens": data.tokens},
-        "tokenizer": corpus.tokenizer().map(|tokenizer| {
+        "data": self::data(data),
+        "tokenizer": tokenizer.map(|tokenizer| {
             json!({"name": tokenizer.name(), "vocab_size": tokenizer.vocab_size(), "sha256": tokenizer.sha256()})
         }),
         "plugins": plugins,
         "machine": Machine::this(),
     });
     serde_json::to_string_pretty(&value).map_err(|error| Failure::data(format!("cannot describe the run: {error}")))
+}
+
+/// The data in JSON.
+pub(super) fn data(data: &Identity) -> Value {
+    let mut value = json!({"sha256": data.sha256, "documents": data.documents, "tokens": data.tokens});
+    if let Some((order, samples)) = &data.order {
+        value["order"] = order.as_str().into();
+        value["samples"] = (*samples).into();
+    }
+    value
 }
 
 /// Date and time in UTC as RFC 3339 writes them.

@@ -413,7 +413,7 @@ fn held_out_loss_is_the_mean_over_all_held_out_tokens() {
     let root = tempfile::tempdir().unwrap();
     let recipe = recipe(&["data.valid_fraction=0.2"]);
     let (_, weights) = train_recipe(&recipe, root.path(), Options::default(), None, None);
-    let corpus = Split::open(&recipe).unwrap().valid.unwrap();
+    let corpus = crate::data::Split::open(&recipe).unwrap().valid.unwrap();
     let mut tokens = vec![0; corpus.len()];
     corpus.read(0, &mut tokens);
     let mean = tokens.iter().map(|&token| weights[token as usize]).sum::<f64>() / tokens.len() as f64;

@@ -6,7 +6,8 @@
 use super::case::{Case, Result};
 use super::compare::Check;
 use gantry::data::megatron::{
-    Blend, Boundaries, Dtype, GptConfig, GptDataset, IndexedDataset, Part, Sample, Writer, parts,
+    Blend, Boundaries, Cache, Dtype, GptConfig, GptDataset, IndexedDataset, Part, SURPLUS, Sample, Source, Writer,
+    parts,
 };
 use serde_json::Value;
 use std::path::Path;
@@ -124,7 +125,7 @@ fn variant(check: &mut Check<'_>, set: &Arc<IndexedDataset>, row: &Value) -> Res
             same("sequences", ours.map(Some), [ends[0].as_u64(), ends[1].as_u64()])?;
         }
         let asked = row["requested"][at].as_u64();
-        let data = GptDataset::new(set.clone(), sequences, asked, part, &config(case, row)?);
+        let data = GptDataset::new(set.clone(), sequences, asked, part, &config(case, row)?, &Cache::none());
         let data = data.map_err(|e| e.to_string())?;
         same("the number of samples", data.len() as u64, number(row, ["train_len", "valid_len", "test_len"][at])?)?;
         cut.push(data);
@@ -132,10 +133,10 @@ fn variant(check: &mut Check<'_>, set: &Arc<IndexedDataset>, row: &Value) -> Res
     let train = &cut[0];
     same("epochs", train.epochs(), number(row, "epochs")?)?;
     if case.has(&format!("{key}.document_index")) {
-        check.tensor(&format!("{key}.document_index"), &numbers(train.document_index().iter().copied()))?;
+        check.tensor(&format!("{key}.document_index"), &numbers(train.document_index()))?;
         let begins = train.sample_index().flat_map(|(place, offset)| [place as i64, i64::from(offset)]);
         check.tensor(&format!("{key}.sample_index"), &numbers(begins))?;
-        check.tensor(&format!("{key}.shuffle_index"), &numbers(train.shuffle_index().iter().map(|&i| i as i64)))?;
+        check.tensor(&format!("{key}.shuffle_index"), &numbers(train.shuffle_index().map(|i| i as i64)))?;
     }
     for (prefix, data) in [(key.clone(), train), (format!("{key}.valid"), &cut[1])] {
         if case.has(&format!("{prefix}.tokens")) {
@@ -178,22 +179,24 @@ fn hidden(cu_seqlens: &[i32], len: usize) -> Vec<f64> {
 fn blend(check: &mut Check<'_>, files: &[Arc<IndexedDataset>], row: &Value) -> Result<()> {
     let (key, size) = (text(row, "key")?, number(row, "size")?);
     let config = config(check.case, &Value::Null)?;
+    let cache = Cache::none();
+    let source = Source { files, split: "1", part: Part::Train, config: &config, cache: &cache };
     let blend = match row["weights"].as_array() {
         Some(weights) => {
             let weights =
                 weights.iter().map(|w| w.as_f64().ok_or("a weight is no number")).collect::<Result<Vec<_>, _>>()?;
-            let files: Vec<_> = files.iter().cloned().zip(weights).collect();
-            Blend::by_weights(&files, "1", Part::Train, size, &config)
+            Blend::by_weights(&source, &weights, size, SURPLUS)
         }
-        None => Blend::exhausting(files, "1", Part::Train, &config),
+        None => Blend::exhausting(&source, None),
     };
     let blend = blend.map_err(|e| e.to_string())?;
     same("the size", blend.len() as u64, size)?;
     let lengths: Vec<Option<u64>> = blend.sets().iter().map(|set| Some(set.len() as u64)).collect();
     let golden = row["dataset_lengths"].as_array().ok_or("no dataset_lengths")?;
     same("the sets' lengths", lengths, golden.iter().map(Value::as_u64).collect())?;
-    check.tensor(&format!("{key}.dataset_index"), &numbers(blend.order().dataset.iter().copied()))?;
-    let samples = blend.order().sample.iter().map(|&sample| sample as i64);
+    let order = blend.order().ok_or("a blend of two sets has an order")?;
+    check.tensor(&format!("{key}.dataset_index"), &numbers(order.0.iter()))?;
+    let samples = order.1.iter().map(|sample| sample as i64);
     check.tensor(&format!("{key}.dataset_sample_index"), &numbers(samples))?;
     let count = check.case.tensor(&format!("{key}.tokens"))?.shape[0];
     let samples = (0..count).map(|i| blend.sample(i).map_err(|e| e.to_string())).collect::<Result<Vec<_>>>()?;

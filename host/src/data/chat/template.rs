@@ -145,7 +145,8 @@ fn words(error: &Error) -> String {
 fn with_marks(source: &str) -> (String, bool) {
     let (mut out, mut rest, mut marks) = (String::new(), source, false);
     while let Some(at) = rest.find("{%") {
-        let Some(length) = rest[at..].find("%}") else { break };
+        // The end is not part of the beginning, as in `{%}`.
+        let Some(length) = rest[at + 2..].find("%}").map(|length| length + 2) else { break };
         let tag = &rest[at + 2..at + length];
         let left = if tag.starts_with(['-', '+']) { &tag[..1] } else { "" };
         let right = if tag.len() > left.len() && tag.ends_with(['-', '+']) { &tag[tag.len() - 1..] } else { "" };

@@ -6,16 +6,19 @@
 //! Megatron-LM, megatron/core/datasets/blended_dataset.py, helpers.cpp, and for how many samples each set is asked
 //! blended_megatron_dataset_builder.py. The weights' sum is numpy's (pairwise), since a last bit can change the order.
 
-use super::gpt::{GptConfig, GptDataset};
+use super::cache::Cache;
+use super::gpt::{GptConfig, GptDataset, Limit};
 use super::indexed::IndexedDataset;
 use super::room;
 use super::sample::Sample;
 use super::split::{Part, parts};
+use super::table::{AnyTable, Table};
 use crate::failure::{Failure, Result};
 use std::sync::Arc;
 
-/// Samples by which each set is asked for more than its share, relative (Megatron-LM's mid_level_dataset_surplus).
-const SURPLUS: f64 = 0.005;
+/// Samples by which each set is asked for more than its share, relative: Megatron-LM's default of
+/// mid_level_dataset_surplus.
+pub const SURPLUS: f64 = 0.005;
 /// Megatron-LM numbers sets with 16 bits and a sign.
 const MOST_SETS: usize = 32_766;
 
@@ -119,179 +122,179 @@ impl Order {
     }
 }
 
-/// Several data sets and the order in which they are read.
+/// Several data sets and the order in which they are read; or one, read in its own order.
 #[derive(Debug)]
 pub struct Blend {
     sets: Vec<GptDataset>,
-    order: Order,
+    order: Option<(Table<u16>, Table<u64>)>,
+    key: String,
+}
+
+/// How several data sets are mixed.
+#[derive(Clone, Debug, PartialEq)]
+enum Mix {
+    Weights(Vec<f64>, u64),
+    Exhausting(Vec<u64>),
+}
+
+impl Mix {
+    fn order(&self) -> Result<Order> {
+        match self {
+            Mix::Weights(weights, size) => Order::by_weights(weights, *size),
+            Mix::Exhausting(sizes) => Order::exhausting(sizes),
+        }
+    }
+
+    /// Without the number of samples, which decides where the order ends but not how it goes.
+    fn key(&self) -> String {
+        match self {
+            Mix::Weights(weights, _) => {
+                format!("weights {:x?}", weights.iter().map(|w| w.to_bits()).collect::<Vec<_>>())
+            }
+            Mix::Exhausting(sizes) => format!("exhausting {sizes:?}"),
+        }
+    }
+
+    fn whole_key(&self) -> String {
+        match self {
+            Mix::Weights(_, size) => format!("blend of {size} by {}", self.key()),
+            Mix::Exhausting(_) => format!("blend {}", self.key()),
+        }
+    }
+}
+
+/// Files, which share of each, and how they are cut.
+#[derive(Clone, Copy, Debug)]
+pub struct Source<'a> {
+    pub files: &'a [Arc<IndexedDataset>],
+    pub split: &'a str,
+    pub part: Part,
+    pub config: &'a GptConfig,
+    pub cache: &'a Cache,
+}
+
+impl Source<'_> {
+    fn cut(&self, samples: impl Iterator<Item = Option<u64>>) -> Result<Vec<GptDataset>> {
+        let Source { split, part, config, cache, .. } = *self;
+        let of = |(set, samples): (&Arc<IndexedDataset>, _)| match parts(split, set.sequences())?[part as usize].clone()
+        {
+            Some(sequences) => GptDataset::new(set.clone(), sequences, samples, part, config, cache),
+            None => Err(Failure::recipe(format!("the split {split:?} has no {part} part"))),
+        };
+        self.files.iter().zip(samples).map(of).collect()
+    }
 }
 
 impl Blend {
-    /// An error if the order asks more of a set than it has.
-    pub fn new(sets: Vec<GptDataset>, order: Order) -> Result<Blend> {
-        let mut asked = vec![0u64; sets.len()];
-        for (&set, &sample) in order.dataset.iter().zip(&order.sample) {
-            match asked.get_mut(usize::from(set)) {
-                Some(asked) => *asked = (*asked).max(sample + 1),
-                None => return Err(Failure::data(format!("the blend names data set {set}, but has {}", sets.len()))),
+    fn mixed(sets: Vec<GptDataset>, mix: &Mix, cache: &Cache) -> Result<Blend> {
+        let mut tables = cache.get(&mix.whole_key(), || {
+            let order = mix.order()?;
+            let mut asked = vec![0u64; sets.len()];
+            for (&set, &sample) in order.dataset.iter().zip(&order.sample) {
+                asked[usize::from(set)] = sample + 1;
             }
-        }
-        for (at, (set, asked)) in sets.iter().zip(asked).enumerate() {
+            Ok(vec![AnyTable::from(order.dataset), order.sample.into(), asked.into()])
+        })?;
+        let order = (tables.next()?, tables.next()?);
+        let asked: Table<u64> = tables.next()?;
+        for (at, (set, asked)) in sets.iter().zip(asked.iter()).enumerate() {
             if asked > set.len() as u64 {
                 let len = set.len();
-                return Err(Failure::data(format!("the blend asks {asked} samples of data set {at}, which has {len}")));
+                return Err(Failure::data(format!("the blend asks {asked} samples of data set {at}, which has {len}"))
+                    .remedy("raise data.megatron.mid_level_dataset_surplus"));
             }
         }
-        Ok(Blend { sets, order })
+        let keys: Vec<&str> = sets.iter().map(GptDataset::key).collect();
+        let key = format!("{} of {}", mix.key(), keys.join("; "));
+        Ok(Blend { sets, order: Some(order), key })
     }
 
-    /// At least `size` samples of a part of several files, by weights.
-    pub fn by_weights(
-        files: &[(Arc<IndexedDataset>, f64)],
-        split: &str,
-        part: Part,
-        size: u64,
-        config: &GptConfig,
-    ) -> Result<Blend> {
-        let weights = normalized(&files.iter().map(|(_, weight)| *weight).collect::<Vec<_>>())?;
-        let counts = shares(&weights, size, SURPLUS).into_iter().map(Some);
-        let sets = cut(files.iter().map(|(set, _)| set).zip(counts), split, part, config)?;
+    /// At least `samples` samples of the only file in its own order; none: one epoch.
+    pub fn single(source: &Source, samples: Option<u64>) -> Result<Blend> {
+        let sets = source.cut([samples].into_iter())?;
+        let key = sets.iter().map(GptDataset::key).collect::<Vec<_>>().join("; ");
+        Ok(Blend { sets, order: None, key })
+    }
+
+    /// At least `size` samples by weights, each set cut for `surplus` (relative) more than its share.
+    pub fn by_weights(source: &Source, weights: &[f64], size: u64, surplus: f64) -> Result<Blend> {
+        let weights = normalized(weights)?;
+        let sets = source.cut(shares(&weights, size, surplus).into_iter().map(Some))?;
         let size = shares(&weights, size, 0.0).iter().try_fold(0u64, |sum, &n| sum.checked_add(n)).unwrap_or(u64::MAX);
-        Blend::new(sets, Order::by_weights(&weights, size)?)
+        Blend::mixed(sets, &Mix::Weights(weights, size), source.cache)
     }
 
-    /// One epoch of a part of several files: every sample once.
-    pub fn exhausting(files: &[Arc<IndexedDataset>], split: &str, part: Part, config: &GptConfig) -> Result<Blend> {
-        let sets = cut(files.iter().map(|set| (set, None)), split, part, config)?;
+    /// One epoch: every sample of every set once; or of them `most`, each set by its number of samples.
+    pub fn exhausting(source: &Source, most: Option<u64>) -> Result<Blend> {
+        let sets = source.cut(source.files.iter().map(|_| None))?;
+        if let Some(empty) = sets.iter().find(|set| set.is_empty()) {
+            let (path, part) = (empty.set().path().display(), source.part);
+            return Err(Failure::data(format!("{path}: the {part} part has fewer tokens than a sample"))
+                .remedy("leave the file out of the blend, or make the samples shorter"));
+        }
         let sizes: Vec<u64> = sets.iter().map(|set| set.len() as u64).collect();
-        Blend::new(sets, Order::exhausting(&sizes)?)
+        let mix = match most {
+            None => Mix::Exhausting(sizes),
+            // Weights are normalised where the order is made, and once, as a last bit can change it.
+            Some(most) => Mix::Weights(sizes.iter().map(|&size| size as f64).collect(), most.min(sizes.iter().sum())),
+        };
+        Blend::mixed(sets, &mix, source.cache)
     }
 
     pub fn sets(&self) -> &[GptDataset] {
         &self.sets
     }
 
-    pub fn order(&self) -> &Order {
-        &self.order
+    /// The set of each sample and the sample within it; of a single set nothing.
+    pub fn order(&self) -> Option<&(Table<u16>, Table<u64>)> {
+        self.order.as_ref()
+    }
+
+    /// A text that is equal for two blends if and only if sample i of one is sample i of the other for every i both have.
+    pub fn key(&self) -> &str {
+        &self.key
+    }
+
+    /// Most sequences of a file that a sample has tokens of.
+    pub fn most_sequences(&self) -> u64 {
+        self.sets.iter().map(GptDataset::most_sequences).max().unwrap_or(1)
+    }
+
+    /// Bytes of the indices in memory.
+    pub fn held_bytes(&self) -> usize {
+        let order = self.order.as_ref().map_or(0, |(sets, samples)| sets.held_bytes() + samples.held_bytes());
+        order + self.sets.iter().map(GptDataset::held_bytes).sum::<usize>()
     }
 
     /// Number of samples.
     pub fn len(&self) -> usize {
-        self.order.dataset.len()
+        match &self.order {
+            Some((sets, _)) => sets.len(),
+            None => self.sets.iter().map(GptDataset::len).sum(),
+        }
     }
 
     pub fn is_empty(&self) -> bool {
-        self.order.dataset.is_empty()
+        self.len() == 0
     }
 
     /// Sample i.
     pub fn sample(&self, i: usize) -> Result<Sample> {
-        match (self.order.dataset.get(i), self.order.sample.get(i)) {
-            (Some(&set), Some(&sample)) => self.sets[usize::from(set)].sample(sample as usize),
-            _ => Err(Failure::data(format!("the blend has no sample {i}, only {}", self.len()))),
+        self.sample_below(i, &Limit::default())
+    }
+
+    /// Sample i, whose tokens must be within the limit.
+    pub fn sample_below(&self, i: usize, limit: &Limit) -> Result<Sample> {
+        let place = match &self.order {
+            Some((sets, samples)) => sets.get(i).zip(samples.get(i)),
+            None => Some((0, i as u64)),
+        };
+        match place.and_then(|(set, sample)| Some((self.sets.get(usize::from(set))?, sample))) {
+            Some((set, sample)) => set.sample_below(sample as usize, limit),
+            None => Err(Failure::data(format!("the blend has no sample {i}, only {}", self.len()))),
         }
     }
-}
-
-fn cut<'a>(
-    files: impl Iterator<Item = (&'a Arc<IndexedDataset>, Option<u64>)>,
-    split: &str,
-    part: Part,
-    config: &GptConfig,
-) -> Result<Vec<GptDataset>> {
-    let of = |(set, samples): (&Arc<IndexedDataset>, _)| match parts(split, set.sequences())?[part as usize].clone() {
-        Some(sequences) => GptDataset::new(set.clone(), sequences, samples, part, config),
-        None => Err(Failure::recipe(format!("the split {split:?} has no {part} part"))),
-    };
-    files.map(of).collect()
 }
 
 #[cfg(test)]
-mod tests {
-    use super::super::sample::Boundaries;
-    use super::super::tests::written;
-    use super::super::{Dtype, IndexedDataset};
-    use super::*;
-    use proptest::prelude::*;
-    use rstest::rstest;
-
-    /// Bits of numpy 2.4.6's sums of ((7919 i) % 1000 + 1) / 997, i < n; summed in order, all but the first differ.
-    #[rstest]
-    #[case(3, 0x3ffc_3ea6_e694_69ca)]
-    #[case(8, 0x4013_045d_76e2_78af)]
-    #[case(13, 0x4016_d93a_496f_b1f1)]
-    #[case(130, 0x4050_48fc_a977_e968)]
-    #[case(300, 0x4062_dce2_fc26_0084)]
-    fn sums_as_numpy_does(#[case] n: u64, #[case] bits: u64) {
-        let weights: Vec<f64> = (0..n).map(|i| ((i * 7919) % 1000 + 1) as f64 / 997.0).collect();
-        assert_eq!(sum(&weights).to_bits(), bits);
-    }
-
-    #[test]
-    fn takes_from_the_set_that_lags_most_and_from_the_first_of_equals() {
-        let order = Order::by_weights(&[1.0, 1.0, 2.0], 8).unwrap();
-        assert_eq!(order.dataset, [2, 0, 1, 2, 0, 2, 1, 2]);
-        assert_eq!(order.sample, [0, 0, 0, 1, 1, 2, 1, 3]);
-        assert_eq!(shares(&[0.25, 0.75], 61, 0.0), [16, 46]);
-        assert_eq!(shares(&[0.25, 0.75], 61, SURPLUS), [17, 47]);
-    }
-
-    proptest! {
-        #![proptest_config(ProptestConfig { cases: 128, failure_persistence: None, ..ProptestConfig::default() })]
-        #[test]
-        fn every_sample_comes_once_and_in_order(sizes in prop::collection::vec(1..30u64, 1..6)) {
-            let order = Order::exhausting(&sizes).unwrap();
-            for (set, &size) in sizes.iter().enumerate() {
-                let of = order.dataset.iter().zip(&order.sample).filter(|(at, _)| usize::from(**at) == set);
-                prop_assert_eq!(of.map(|(_, sample)| *sample).collect::<Vec<_>>(), (0..size).collect::<Vec<_>>());
-            }
-        }
-
-        /// Nowhere is a set more than the number of sets away from its share.
-        #[test]
-        fn shares_are_kept_all_along(weights in prop::collection::vec(0.01..1.0f64, 1..6), size in 1..200u64) {
-            let (order, shares) = (Order::by_weights(&weights, size).unwrap(), normalized(&weights).unwrap());
-            let mut taken = vec![0; weights.len()];
-            for (i, (&set, &sample)) in order.dataset.iter().zip(&order.sample).enumerate() {
-                prop_assert_eq!(taken[usize::from(set)], sample);
-                taken[usize::from(set)] += 1;
-                for (share, &taken) in shares.iter().zip(&taken) {
-                    prop_assert!((share * (i + 1) as f64 - taken as f64).abs() <= weights.len() as f64);
-                }
-            }
-            prop_assert_eq!(order.dataset.len() as u64, size);
-        }
-    }
-
-    #[test]
-    fn a_blend_that_cannot_be_is_refused() {
-        let sentence = |result: Result<Order>| result.unwrap_err().sentence;
-        assert_eq!(sentence(Order::by_weights(&[], 1)), "a blend of 0 data sets; 1 to 32766 can be");
-        let bad = "data set 1 of the blend has the weight 0; weights are above 0";
-        assert_eq!(sentence(Order::by_weights(&[1.0, 0.0], 1)), bad);
-        assert_eq!(sentence(Order::exhausting(&[1, 0])), bad);
-        assert!(sentence(Order::by_weights(&[1.0, f64::NAN], 1)).contains("has the weight NaN"));
-        assert_eq!(sentence(Order::by_weights(&[f64::MAX, f64::MAX], 1)), "the weights of the blend sum up to inf");
-    }
-
-    #[test]
-    fn a_blend_reads_its_sets_and_never_past_their_ends() {
-        let (_one, a) = written(&[vec![1, 2, 3, 4, 5]], Dtype::U16);
-        let (_two, b) = written(&[vec![6, 7, 8]], Dtype::U16);
-        let files: [Arc<IndexedDataset>; 2] = [a.into(), b.into()];
-        let boundaries = Boundaries::default();
-        let config = GptConfig { sequence_length: 2, seed: 1, pad: -1, boundaries, drop_last_partial_validation: true };
-        let blend = Blend::exhausting(&files, "1", Part::Train, &config).unwrap();
-        let mut tokens: Vec<_> = (0..blend.len()).map(|i| blend.sample(i).unwrap().tokens).collect();
-        tokens.sort();
-        assert_eq!(tokens, [[1, 2], [3, 4], [6, 7]]);
-        assert_eq!(blend.sample(3).unwrap_err().sentence, "the blend has no sample 3, only 3");
-        let error = Blend::exhausting(&files, "1", Part::Test, &config).unwrap_err();
-        assert_eq!(error.sentence, "the split \"1\" has no test part");
-        let order = Order { dataset: vec![0, 1], sample: vec![0, 1] };
-        let error = Blend::new(blend.sets, order).unwrap_err();
-        assert_eq!(error.sentence, "the blend asks 2 samples of data set 1, which has 1");
-        let order = Order { dataset: vec![2], sample: vec![0] };
-        assert_eq!(Blend::new(Vec::new(), order).unwrap_err().sentence, "the blend names data set 2, but has 0");
-    }
-}
+mod tests;

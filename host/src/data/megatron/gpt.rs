@@ -8,11 +8,13 @@
 //! Source: Megatron-LM, megatron/core/datasets/gpt_dataset.py and helpers.cpp (build_sample_idx), with
 //! add_extra_token_to_sequence, which is its default and what its pretraining uses.
 
+use super::cache::Cache;
 use super::indexed::IndexedDataset;
 use super::random::RandomState;
 use super::room;
 use super::sample::{Boundaries, Sample};
 use super::split::Part;
+use super::table::{AnyTable, Table};
 use crate::failure::{Failure, Result};
 use std::ops::Range;
 use std::sync::Arc;
@@ -36,23 +38,37 @@ pub struct GptDataset {
     set: Arc<IndexedDataset>,
     config: GptConfig,
     epochs: u64,
-    document_index: Vec<u32>,
+    key: String,
+    document_index: Table<u32>,
     /// Place in `document_index` where each sample begins, and where the last one ends.
-    starts: Vec<u64>,
+    starts: Table<u64>,
     /// Offset into the sequence there; of the very last end -1 if that sequence is empty.
-    offsets: Vec<i32>,
-    shuffle_index: Vec<u64>,
+    offsets: Table<i32>,
+    shuffle_index: Table<u64>,
+    most_sequences: u64,
 }
 
-impl GptDataset {
-    /// Cuts `sequences` of `set` into at least `samples` samples; none: one epoch.
-    pub fn new(
-        set: Arc<IndexedDataset>,
+/// What decides the indices of a part.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Cut {
+    sequences: Range<usize>,
+    epochs: u64,
+    /// Samples of all epochs but the last, where it is shuffled apart.
+    before_last: Option<u64>,
+    count: u64,
+    length: u64,
+    seed: u32,
+}
+
+impl Cut {
+    /// For at least `samples` samples of a part; none: one epoch.
+    fn new(
+        set: &IndexedDataset,
         sequences: Range<usize>,
         samples: Option<u64>,
         part: Part,
         config: &GptConfig,
-    ) -> Result<GptDataset> {
+    ) -> Result<Cut> {
         let bad = |what: String| Failure::data(format!("{}: {what}", set.index().path().display()));
         let length = config.sequence_length as u64;
         if length == 0 || length >= i32::MAX as u64 {
@@ -75,23 +91,79 @@ impl GptDataset {
         let wanted = samples.unwrap_or(0).checked_mul(length).and_then(|n| n.checked_add(1)).ok_or_else(too_many)?;
         let epochs = if samples.is_some() { wanted.div_ceil(per_epoch) } else { 1 };
         let total = epochs.checked_mul(per_epoch).ok_or_else(too_many)?;
-
-        // Samples of all epochs but the last, where it is shuffled apart.
         let before_last = (epochs > 1).then(|| ((epochs - 1) * per_epoch - 1) / length).filter(|&before| {
             let from_last = samples.unwrap_or(0) - before;
             from_last < (0.8 * ((per_epoch - 1) / length) as f64) as u64
         });
-        let mut random = RandomState::new(config.seed);
-        let document_index = documents(sequences, epochs, before_last.is_some(), &mut random)?;
         let keep_partial = part == Part::Valid && !config.drop_last_partial_validation;
         let count = if keep_partial { (total - 1).div_ceil(length) } else { (total - 1) / length };
-        let (starts, offsets) = cuts(&set, &document_index, count, length)?;
+        Ok(Cut { sequences, epochs, before_last, count, length, seed: config.seed })
+    }
+
+    fn build(&self, set: &IndexedDataset) -> Result<Vec<AnyTable>> {
+        let Cut { ref sequences, epochs, before_last, count, length, seed } = *self;
+        let mut random = RandomState::new(seed);
+        let document_index = documents(sequences.clone(), epochs, before_last.is_some(), &mut random)?;
+        let (starts, offsets) = cuts(set, &document_index, count, length)?;
         let mut shuffle_index = room(count, "the shuffle index")?;
         shuffle_index.extend(0..count);
         let (first, last) = shuffle_index.split_at_mut(before_last.unwrap_or(count) as usize);
         random.shuffle(first);
         random.shuffle(last);
-        Ok(GptDataset { set, config: config.clone(), epochs, document_index, starts, offsets, shuffle_index })
+        let most = starts.windows(2).map(|pair| pair[1] - pair[0] + 1).max().unwrap_or(1);
+        Ok(vec![document_index.into(), starts.into(), offsets.into(), shuffle_index.into(), vec![most].into()])
+    }
+}
+
+impl GptDataset {
+    /// Cuts `sequences` of `set` into at least `samples` samples; none: one epoch. The indices come from the cache or go
+    /// into it.
+    pub fn new(
+        set: Arc<IndexedDataset>,
+        sequences: Range<usize>,
+        samples: Option<u64>,
+        part: Part,
+        config: &GptConfig,
+        cache: &Cache,
+    ) -> Result<GptDataset> {
+        let cut = Cut::new(&set, sequences, samples, part, config)?;
+        let key = format!("gpt {cut:?} of {}", set.index().sha256());
+        let mut tables = cache.get(&key, || cut.build(&set))?;
+        let (document_index, starts, offsets, shuffle_index) =
+            (tables.next()?, tables.next()?, tables.next()?, tables.next()?);
+        let most: Table<u64> = tables.next()?;
+        Ok(GptDataset {
+            set,
+            config: config.clone(),
+            epochs: cut.epochs,
+            key,
+            document_index,
+            starts,
+            offsets,
+            shuffle_index,
+            most_sequences: most.get(0).unwrap_or(1),
+        })
+    }
+
+    /// A text that is equal for two sets if and only if sample i of one is sample i of the other for every i both have.
+    pub fn key(&self) -> &str {
+        &self.key
+    }
+
+    /// The file that it reads.
+    pub fn set(&self) -> &Arc<IndexedDataset> {
+        &self.set
+    }
+
+    /// Most sequences of the file that a sample has tokens of.
+    pub fn most_sequences(&self) -> u64 {
+        self.most_sequences
+    }
+
+    /// Bytes of the indices in memory.
+    pub fn held_bytes(&self) -> usize {
+        let words = self.starts.held_bytes() + self.shuffle_index.held_bytes();
+        words + self.document_index.held_bytes() + self.offsets.held_bytes()
     }
 
     /// Number of samples.
@@ -108,46 +180,91 @@ impl GptDataset {
     }
 
     /// Sequences of the file in the order in which they are laid end to end.
-    pub fn document_index(&self) -> &[u32] {
-        &self.document_index
+    pub fn document_index(&self) -> impl Iterator<Item = u32> + '_ {
+        self.document_index.iter()
     }
 
     /// Begin of each sample and end of the last: (place in the document index, offset into the sequence there).
     pub fn sample_index(&self) -> impl Iterator<Item = (u64, i32)> + '_ {
-        self.starts.iter().copied().zip(self.offsets.iter().copied())
+        self.starts.iter().zip(self.offsets.iter())
     }
 
     /// Which entry of the sample index is sample i.
-    pub fn shuffle_index(&self) -> &[u64] {
-        &self.shuffle_index
+    pub fn shuffle_index(&self) -> impl Iterator<Item = u64> + '_ {
+        self.shuffle_index.iter()
     }
 
     /// The text of sample i [sequence_length + 1], filled up with padding.
     pub fn text(&self, i: usize) -> Result<Vec<i64>> {
-        let Some(&at) = self.shuffle_index.get(i) else {
+        self.text_below(i, &Limit::default())
+    }
+
+    /// As [`GptDataset::text`]; a token beyond the limit is refused with its place.
+    fn text_below(&self, i: usize, limit: &Limit) -> Result<Vec<i64>> {
+        let place = |at: usize| Some((self.starts.get(at)? as usize, self.offsets.get(at)?));
+        let whole = self.shuffle_index.get(i).and_then(|at| Some((place(at as usize)?, place(at as usize + 1)?)));
+        let Some(((first, offset), (last, end))) = whole else {
             let (path, len) = (self.set.index().path().display(), self.len());
             return Err(Failure::data(format!("{path}: there is no sample {i}, only {len}")));
         };
-        let at = at as usize;
-        let (first, last) = (self.starts[at] as usize, self.starts[at + 1] as usize);
         let mut text = Vec::with_capacity(self.config.sequence_length + 1);
         for place in first..=last {
-            let sequence = self.document_index[place] as usize;
-            let begin = if place == first { self.offsets[at] as usize } else { 0 };
+            let sequence = self.document_index.get(place).map_or(usize::MAX, |sequence| sequence as usize);
+            let begin = if place == first { offset as usize } else { 0 };
             let end = match place == last {
-                true => (self.offsets[at + 1] + 1) as usize,
-                false => self.set.index().length(sequence) as usize,
+                true => (end + 1) as usize,
+                false if sequence < self.set.sequences() => self.set.index().length(sequence) as usize,
+                false => 0,
             };
+            let before = text.len();
             self.set.read(sequence, begin, end.saturating_sub(begin), &mut text)?;
+            if let Some((at, &token)) = text[before..].iter().enumerate().find(|&(_, &token)| !self.fits(token, limit))
+            {
+                return Err(limit.refusal(&self.set, token, sequence, begin + at));
+            }
         }
         text.resize(self.config.sequence_length + 1, self.config.pad);
         Ok(text)
     }
 
+    fn fits(&self, token: i64, limit: &Limit) -> bool {
+        token == self.config.pad || (0..limit.vocab.unwrap_or(i64::MAX)).contains(&token)
+    }
+
+    /// Sample i, whose tokens must be within the limit.
+    pub fn sample_below(&self, i: usize, limit: &Limit) -> Result<Sample> {
+        let made = Sample::new(&self.text_below(i, limit)?, self.config.pad, &self.config.boundaries);
+        made.map_err(|e| e.at(format!("{}, sample {i}", self.set.index().path().display())))
+    }
+
     /// Sample i.
     pub fn sample(&self, i: usize) -> Result<Sample> {
-        let made = Sample::new(&self.text(i)?, self.config.pad, &self.config.boundaries);
-        made.map_err(|e| e.at(format!("{}, sample {i}", self.set.index().path().display())))
+        self.sample_below(i, &Limit::default())
+    }
+}
+
+/// The vocabulary that tokens must be of.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Limit {
+    /// Tokens are below this; none: any are taken.
+    pub vocab: Option<i64>,
+    /// Whose vocabulary it is, e.g. "the model".
+    pub owner: String,
+}
+
+impl Limit {
+    fn refusal(&self, set: &IndexedDataset, token: i64, sequence: usize, place: usize) -> Failure {
+        let size = set.index().dtype().size() as u64;
+        let byte = set.index().pointer(sequence) + place as u64 * size;
+        let what = match self.vocab {
+            Some(vocab) if token >= 0 => format!("{} has a vocabulary of {vocab}", self.owner),
+            _ => "tokens are numbers from 0".to_string(),
+        };
+        Failure::data(format!(
+            "{}: token {token} at place {place} of sequence {sequence} (byte {byte}); {what}",
+            set.path().display()
+        ))
+        .remedy("train with the vocabulary that the data set was made with, or make it again")
     }
 }
 

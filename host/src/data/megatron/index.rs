@@ -9,7 +9,9 @@
 use super::map::map;
 use crate::failure::{Failure, Result};
 use memmap2::Mmap;
+use sha2::{Digest, Sha256};
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 pub(super) const MAGIC: &[u8; 9] = b"MMIDIDX\0\0";
 pub(super) const VERSION: u64 = 1;
@@ -67,6 +69,23 @@ impl Dtype {
         if size < 65_500 { Dtype::U16 } else { Dtype::I32 }
     }
 
+    /// The type of a name of numpy's.
+    pub fn of_name(name: &str) -> Option<Dtype> {
+        [Dtype::U8, Dtype::I8, Dtype::I16, Dtype::I32, Dtype::I64, Dtype::U16].into_iter().find(|d| d.name() == name)
+    }
+
+    /// As numpy names it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Dtype::U8 => "uint8",
+            Dtype::I8 => "int8",
+            Dtype::I16 => "int16",
+            Dtype::I32 => "int32",
+            Dtype::I64 => "int64",
+            Dtype::U16 => "uint16",
+        }
+    }
+
     /// The smallest and the largest value.
     pub fn range(self) -> (i64, i64) {
         match self {
@@ -80,6 +99,12 @@ impl Dtype {
     }
 }
 
+impl std::fmt::Display for Dtype {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
 /// A mapped, checked index.
 #[derive(Debug)]
 pub struct Index {
@@ -88,6 +113,7 @@ pub struct Index {
     dtype: Dtype,
     sequences: usize,
     bounds: usize,
+    sha256: OnceLock<String>,
 }
 
 /// The eight bytes at `at`; the caller has checked that they are there.
@@ -132,7 +158,14 @@ impl Index {
         if len as u128 != whole && len as u128 != whole + u128::from(sequences) {
             return Err(bad(format!("{said}, which take {whole} bytes, but it has {len}")));
         }
-        let index = Index { path: path.into(), bytes, dtype, sequences: sequences as usize, bounds: bounds as usize };
+        let index = Index {
+            path: path.into(),
+            bytes,
+            dtype,
+            sequences: sequences as usize,
+            bounds: bounds as usize,
+            sha256: OnceLock::new(),
+        };
         index.check_bounds()?;
         Ok(index)
     }
@@ -165,6 +198,16 @@ impl Index {
 
     pub fn dtype(&self) -> Dtype {
         self.dtype
+    }
+
+    /// Hash of the file, hexadecimal; computed when it is first asked for.
+    pub fn sha256(&self) -> &str {
+        self.sha256.get_or_init(|| crate::checkpoint::hexadecimal(&Sha256::digest(&self.bytes[..])))
+    }
+
+    /// Whether it says modes of multimodal data.
+    pub fn modes(&self) -> bool {
+        self.sequences > 0 && self.bytes.len() != HEADER + 12 * self.sequences + 8 * self.bounds
     }
 
     /// Number of sequences.

@@ -7,6 +7,7 @@ use super::index::{Dtype, Index};
 use super::map::map;
 use crate::failure::{Failure, Result};
 use memmap2::Mmap;
+use sha2::{Digest, Sha256};
 use std::path::{Path, PathBuf};
 
 /// Sequences of tokens on disk.
@@ -67,6 +68,39 @@ impl IndexedDataset {
 
     pub fn index(&self) -> &Index {
         &self.index
+    }
+
+    /// The file of the tokens.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// All tokens as the file has them.
+    pub(super) fn bytes(&self) -> &[u8] {
+        &self.tokens
+    }
+
+    /// Number of tokens.
+    pub fn tokens(&self) -> u64 {
+        self.tokens.len() as u64 / self.index.dtype().size() as u64
+    }
+
+    /// Hash that tells whether two runs see the same data: of the index, and of the tokens as far as 64 blocks spread over
+    /// the file show them (a file of up to 4 MiB: all of it), hexadecimal.
+    pub fn sha256(&self) -> String {
+        const BLOCKS: usize = 64;
+        const BLOCK: usize = 1 << 16;
+        let (mut hash, len) = (Sha256::new(), self.tokens.len());
+        hash.update(self.index.sha256());
+        hash.update((len as u64).to_le_bytes());
+        match len <= BLOCKS * BLOCK {
+            true => hash.update(&self.tokens[..]),
+            false => (0..BLOCKS).for_each(|i| {
+                let at = ((len - BLOCK) as u128 * i as u128 / (BLOCKS - 1) as u128) as usize;
+                hash.update(&self.tokens[at..at + BLOCK]);
+            }),
+        }
+        crate::checkpoint::hexadecimal(&hash.finalize())
     }
 
     /// Number of sequences.

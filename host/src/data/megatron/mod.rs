@@ -3,12 +3,14 @@
 //! `index.rs` and `indexed.rs` read a pair PREFIX.bin / PREFIX.idx through memory maps (`map.rs`), `writer.rs` writes
 //! one byte for byte as Megatron-LM does. `gpt.rs` cuts samples from it by three indices (documents, samples, shuffle),
 //! whose random numbers are numpy's (`random.rs`); `split.rs` parts the sequences, `sample.rs` makes tokens, labels and
-//! masks, `blend.rs` mixes several data sets by weight. Everything is a pure function of (files, configuration, sample
-//! number). Source of format and order: Megatron-LM, megatron/core/datasets (indexed_dataset.py, gpt_dataset.py,
-//! blended_dataset.py, blended_megatron_dataset_builder.py, helpers.cpp). May depend on `failure` alone; knows no
-//! recipe, no model and no rank.
+//! masks, `blend.rs` mixes several data sets by weight. Indices are lists (`table.rs`) in memory or in files that
+//! `cache.rs` keeps. Everything is a pure function of (files, configuration, sample number). Source of format and order:
+//! Megatron-LM, megatron/core/datasets (indexed_dataset.py, gpt_dataset.py, blended_dataset.py,
+//! blended_megatron_dataset_builder.py, helpers.cpp). May depend on `failure` alone (and on how hashes are written); knows
+//! no recipe, no model and no rank.
 
 mod blend;
+mod cache;
 mod gpt;
 mod index;
 mod indexed;
@@ -16,16 +18,18 @@ mod map;
 mod random;
 mod sample;
 mod split;
+mod table;
 mod writer;
 
-pub use blend::{Blend, Order, normalized, shares};
-pub use gpt::{GptConfig, GptDataset};
+pub use blend::{Blend, Order, SURPLUS, Source, normalized, shares};
+pub use cache::Cache;
+pub use gpt::{GptConfig, GptDataset, Limit};
 pub use index::{Dtype, Index};
 pub use indexed::IndexedDataset;
 pub use random::RandomState;
 pub use sample::{Boundaries, Sample};
 pub use split::{Part, parts};
-pub use writer::Writer;
+pub use writer::{Encoded, Writer};
 
 use crate::failure::{Failure, Result};
 

@@ -31,12 +31,12 @@ proptest! {
         let config = GptConfig { drop_last_partial_validation: !keep, ..config(length, seed) };
         let part = if keep { Part::Valid } else { Part::Train };
         let all = 0..set.sequences();
-        let data = GptDataset::new(set.clone(), all, samples, part, &config).unwrap();
+        let data = GptDataset::new(set.clone(), all, samples, part, &config, &Cache::none()).unwrap();
         let mut text: Vec<i64> = Vec::new();
-        data.document_index().iter().for_each(|&s| text.extend(set.sequence(s as usize).unwrap()));
+        data.document_index().for_each(|s| text.extend(set.sequence(s as usize).unwrap()));
         // Every epoch holds every sequence once.
         let mut counts = vec![0; lengths.len()];
-        data.document_index().iter().for_each(|&s| counts[s as usize] += 1);
+        data.document_index().for_each(|s| counts[s as usize] += 1);
         prop_assert!(counts.iter().all(|&n| n == data.epochs()));
         // As many epochs as needed, and no more.
         let wanted = samples.map_or(1, |n| n as usize * length + 1);
@@ -47,7 +47,7 @@ proptest! {
         prop_assert!(data.len() as u64 >= samples.unwrap_or(0));
         let mut seen = vec![false; count];
         for i in 0..count {
-            let at = data.shuffle_index()[i] as usize;
+            let at = data.shuffle_index().nth(i).unwrap() as usize;
             prop_assert!(!std::mem::replace(&mut seen[at], true));
             let mut piece = text[at * length..text.len().min((at + 1) * length + 1)].to_vec();
             piece.resize(length + 1, -1);
@@ -60,13 +60,15 @@ proptest! {
 #[test]
 fn a_last_epoch_of_less_than_80_percent_is_shuffled_apart() {
     let (_folder, set) = set(&[10; 10]);
-    let of = |samples| GptDataset::new(set.clone(), 0..10, Some(samples), Part::Train, &config(10, 7)).unwrap();
+    let of = |samples| {
+        GptDataset::new(set.clone(), 0..10, Some(samples), Part::Train, &config(10, 7), &Cache::none()).unwrap()
+    };
     let apart = |data: &GptDataset| {
         assert_eq!((data.epochs(), data.len()), (2, 19));
-        let mut head = data.document_index()[..10].to_vec();
+        let mut head: Vec<u32> = data.document_index().take(10).collect();
         head.sort();
         let documents = head == (0..10).collect::<Vec<u32>>();
-        let samples = data.shuffle_index()[..9].iter().all(|&at| at < 9);
+        let samples = data.shuffle_index().take(9).all(|at| at < 9);
         assert_eq!(documents, samples);
         documents
     };
@@ -81,7 +83,7 @@ fn a_short_last_sample_is_kept_of_validation_only_if_asked() {
     let (_folder, set) = set(&[7, 0]);
     let of = |part, drop| {
         let config = GptConfig { drop_last_partial_validation: drop, ..config(4, 0) };
-        let data = GptDataset::new(set.clone(), 0..2, None, part, &config).unwrap();
+        let data = GptDataset::new(set.clone(), 0..2, None, part, &config, &Cache::none()).unwrap();
         (0..data.len()).map(|i| data.sample(i).unwrap()).collect::<Vec<_>>()
     };
     assert_eq!((of(Part::Valid, true).len(), of(Part::Train, false).len(), of(Part::Test, false).len()), (1, 1, 1));
@@ -96,7 +98,8 @@ fn a_short_last_sample_is_kept_of_validation_only_if_asked() {
 fn what_cannot_be_cut_is_refused() {
     let (folder, set) = set(&[3, 4]);
     let refusal = |sequences, samples, length| {
-        let error = GptDataset::new(set.clone(), sequences, samples, Part::Valid, &config(length, 0)).unwrap_err();
+        let error = GptDataset::new(set.clone(), sequences, samples, Part::Valid, &config(length, 0), &Cache::none())
+            .unwrap_err();
         error.sentence.replace(&folder.path().display().to_string(), "DIR")
     };
     // Megatron-LM never returns here.
@@ -107,15 +110,16 @@ fn what_cannot_be_cut_is_refused() {
     assert_eq!(refusal(0..2, Some(many), 4), format!("DIR/set.idx: {many} samples of 4 tokens are too many"));
     let error = refusal(0..2, Some(1 << 60), 2);
     assert!(error.starts_with("no memory for the document index of "), "{error}");
-    let data = GptDataset::new(set.clone(), 0..2, None, Part::Train, &config(3, 0)).unwrap();
+    let data = GptDataset::new(set.clone(), 0..2, None, Part::Train, &config(3, 0), &Cache::none()).unwrap();
     assert!(data.sample(2).unwrap_err().sentence.ends_with("set.idx: there is no sample 2, only 2"));
 }
 
 #[test]
-fn a_token_that_is_none_is_named_with_its_sample() {
+fn a_token_that_is_none_is_named_with_its_place() {
     let (_folder, set) = written(&[vec![1, -5, 2]], Dtype::I32);
     let split = parts("1", 1).unwrap()[0].clone().unwrap();
-    let data = GptDataset::new(Arc::new(set), split, None, Part::Train, &config(2, 0)).unwrap();
+    let data = GptDataset::new(Arc::new(set), split, None, Part::Train, &config(2, 0), &Cache::none()).unwrap();
     let error = data.sample(0).unwrap_err();
-    assert!(error.sentence.contains("set.idx, sample 0: the data hold the token -5"), "{error}");
+    let said = "set.bin: token -5 at place 1 of sequence 0 (byte 4); tokens are numbers from 0";
+    assert!(error.sentence.ends_with(said), "{error}");
 }
